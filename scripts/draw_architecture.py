@@ -26,6 +26,7 @@ FLOORS: list[dict[str, str]] = [
         "fleet": "engines, ranks, who has the memory",
         "preflight": "checks before any process starts",
     },
+    {"recovery": "what dies is started anew"},
     {
         "rollout": "SGLang engines, reward functions",
         "training": "one rank: credit, batches, updates",

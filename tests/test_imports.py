@@ -42,6 +42,7 @@ REACH = {  # room -> the only rooms that it may import, where floors alone would
         "model",
         "placement",
         "printable",
+        "recovery",
         "samples",
         "tracking",
         "training",
@@ -55,7 +56,13 @@ IMPORTERS = {  # room -> the only rooms that may import it
 }
 THIRD_PARTY_OF_ALGOS = {"torch"}
 DOORS = {  # library -> the only places that import it
-    "ray": {"megarl.cluster.ray_session", "megarl.cluster.actor", "megarl.cluster.local_ray"},
+    "ray": {
+        "megarl.cluster.ray_session",
+        "megarl.cluster.actor",
+        "megarl.cluster.calls",
+        "megarl.cluster.local_ray",
+        "megarl.cluster.node_slots",
+    },
     "sglang": {
         "megarl.rollout.sglang",
         "megarl.episodes.call_parsers",
@@ -86,6 +93,7 @@ DOORS = {  # library -> the only places that import it
         "megarl.resharding.session",
     },
     "bm25s": {"megarl.environments.search"},
+    "tenacity": {"megarl.isolation.service"},
     "yaml": {"megarl.config", "megarl.tracking.trackers"},
 }
 STANDARD = {"__future__", "collections", "dataclasses", "typing", "math", "functools", "itertools"}

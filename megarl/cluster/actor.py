@@ -21,10 +21,11 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.cluster.deadline import Deadline
 from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_errors
 from megarl.device import use_network, use_sglang_nccl_settings
-from megarl.types import UserError
+from megarl.types import ProcessLost, SilentFault, UserError
 from megarl.types.remote import RemoteCall
 
 Ref = ray.ObjectRef
@@ -32,6 +33,8 @@ SHARES = 4  # actors that share a GPU slot
 _ERROR_LETTERS = 20_000
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 _CALLS = 2**20
+# between two heartbeats of all workers there is so much for each: asking takes this process a hundredth of it
+_PULSE_S = 0.01
 
 
 def at_arrival(ref: Ref) -> Any:
@@ -129,8 +132,9 @@ class _Shell:
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
-    async def pulse(self) -> int:
-        return os.getpid()  # on the event loop, so that it answers while the thread is busy
+    async def pulse(self) -> tuple[int, bool]:
+        # on the event loop, so that it answers while the thread is busy
+        return os.getpid(), self._is_made.is_set()
 
 
 class Worker:
@@ -185,11 +189,30 @@ class Worker:
         return self._actor.own_placement.remote(gpu)
 
     def pulse(self) -> Ref:
-        """A heartbeat: the process id, at once even when the process is busy; no answer means that it hangs."""
+        """A heartbeat: the process id, and whether the process has started; no answer means that it hangs.
+
+        It comes at once even when the process is busy.
+        """
         return self._actor.pulse.remote()
+
+    @property
+    def peer(self) -> Peer:
+        """For another worker, which calls this one."""
+        return Peer(self._actor)
 
     def kill(self) -> None:
         ray.kill(self._actor)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A worker as another worker calls it; it can be sent to that one, and does not keep its process alive."""
+
+    actor: Any
+
+    def call(self, method: str, *args: Any) -> Ref:
+        """Call a method; the result can be awaited."""
+        return self.actor.call.remote(method, *args)
 
 
 @dataclass(frozen=True)
@@ -240,8 +263,15 @@ def failure(ref: Ref) -> Exception | None:
         return None
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
-        return cause if isinstance(cause, UserError) else error
+        return cause if isinstance(cause, UserError | SilentFault) else error
     return None
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether a call has failed because its process is gone, or can serve no further call."""
+    if isinstance(error, ray.exceptions.RayActorError):
+        return True
+    return isinstance(getattr(error, "cause", error), ProcessLost)
 
 
 class Pulses:
@@ -251,18 +281,21 @@ class Pulses:
     at once, no worker counts as silent. Heartbeats are answered during calls, however long these take.
     """
 
-    def __init__(self, bound_s: float) -> None:
-        """bound_s: the silence to detect; the period is a tenth of it, at most 10 s."""
-        self._period_s = max(0.1, min(10.0, bound_s / 10))
+    def __init__(self, bound_s: float, period_s: float = 10.0) -> None:
+        """bound_s: the silence to detect; the period is a tenth of it, at most `period_s`."""
+        self._period_s = max(0.1, min(period_s, bound_s / 10))
+        self._deadline = Deadline(bound_s)
         self._looked_at = -math.inf
         self._asked: dict[Worker, Ref] = {}
         self._missed: Counter[Worker] = Counter()
         # process ids of the workers that have ever answered, dead or alive
         self.pids: dict[Worker, int] = {}
+        # those that had started when they answered
+        self._started: set[Worker] = set()
 
     def look(self, workers: Sequence[Worker]) -> None:
         """Once a period, count the missing answers and ask again."""
-        if time.monotonic() - self._looked_at < self._period_s:
+        if time.monotonic() - self._looked_at < max(self._period_s, _PULSE_S * len(workers)):
             return
         self._looked_at = time.monotonic()
         self._missed.update(self.unanswered())
@@ -274,11 +307,18 @@ class Pulses:
         for worker in workers:
             if worker in silent:
                 continue
-            if worker in self._asked and worker not in self.pids:
-                with suppress(ray.exceptions.RayError):
-                    self.pids[worker] = ray.get(self._asked[worker])
+            if worker in self._started:
+                self._deadline.observe(self.silence_s(worker))
+            elif worker in self._asked:
+                self._note_answer(worker)
             self._missed[worker] = 0
             self._asked[worker] = worker.pulse()
+
+    def _note_answer(self, worker: Worker) -> None:
+        with suppress(ray.exceptions.RayError):
+            self.pids[worker], has_started = ray.get(self._asked[worker])
+            if has_started:
+                self._started.add(worker)
 
     def unanswered(self) -> list[Worker]:
         """The workers that have not answered their last request; a dead process is not among them."""
@@ -287,6 +327,15 @@ class Pulses:
         refs = list(self._asked.values())
         _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
         return [worker for worker, ref in self._asked.items() if ref in waiting]
+
+    def is_overdue(self, worker: Worker) -> bool:
+        """Whether a worker is silent for longer than the silences that have ended let expect.
+
+        While it starts, it has the whole bound.
+        """
+        if worker in self._started:
+            return self.silence_s(worker) >= self._deadline.limit_s
+        return self.silence_s(worker) >= self._deadline.ceiling_s
 
     def silence_s(self, worker: Worker) -> float:
         """For how long the worker has not answered, in whole periods."""

@@ -103,6 +103,19 @@ def kill_descendants(spare: Collection[int]) -> None:
         left = alive
 
 
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process of this node and all of its descendants, whether or not a signal has stopped them."""
+    try:
+        root = psutil.Process(pid)
+        tree = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in tree:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(tree, timeout=_REAP_S)
+
+
 def remove_counters(pids: Collection[int], folder: Path = SHARED_MEMORY) -> None:
     """Remove torch's reference counters of CUDA IPC memory, `torch_<pid>_*`, of processes that have ended.
 

@@ -61,6 +61,13 @@ class RunConfig(Branch):
     project: FolderName | None = None
     sample_log_count: Whole = 8  # responses written to samples.jsonl each step
     timeout_s: RunSeconds = 600.0
+    # so often in a window an engine is started anew whose process has died or hangs; 0: it ends the run
+    restarts: Whole = 3
+    restart_window_s: RunSeconds = 3600.0
+    # updates from one comparison of replicated weights to the next; null: there is none
+    compare_replicas_every: Count | None = 1
+    # where ranks or an engine compute wrong numbers; repeat: the step, if the run can recover
+    on_silent_fault: Literal["stop", "repeat"] = "stop"
 
 
 class ModelConfig(Branch):
@@ -181,11 +188,21 @@ class EvaluationConfig(Branch):
 
 
 class CheckpointConfig(Branch):
-    """Everything that a run needs to resume, written every `every` steps (never if not set); the last `keep` stay."""
+    """Everything that a run needs to resume, written every `every` steps (never if not set); the last `keep` stay.
+
+    Where the disk is full or broken, the run goes on without a checkpoint, `may_fail` times in a row. With
+    `memory_copies` the nodes' memory has the state of the ranks after each step, from which a rank that fails is
+    brought back, so that its step's training alone is repeated; otherwise the run goes back to its newest checkpoint.
+    Each rank's weights and optimizer are there twice, those of the step and of the step before, and on a second node
+    where there are several.
+    """
 
     every: Count | None = None
     keep: Count = 3
     asynchronous: bool = True  # files are written while training goes on
+    may_fail: Whole = 2
+    # off by default: the largest models fill the hosts without them
+    memory_copies: bool = False
 
 
 class ReshardConfig(Branch):
@@ -209,6 +226,8 @@ class PlacementConfig(Branch):
     gpus_per_node: ParallelSize = 8
     # nodes: of a Ray cluster that runs, by the addresses it has
     network: Literal["loopback", "nodes"] = "loopback"
+    # so many nodes more, which are idle until one takes the place of a node that died
+    spare_nodes: Whole = 0
     # a file of recipes/hardware, with whose figures `megarl plan` calculates
     hardware: FilePath | None = None
 

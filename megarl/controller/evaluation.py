@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.config import Recipe
 from megarl.controller.run import Run
+from megarl.controller.silent_faults import step_of_faults
 from megarl.tracking.metrics import eval_metrics
 from megarl.tracking.run_log import Record
 from megarl.types import UserError
@@ -23,7 +24,8 @@ def evaluate(run: Run, record: Record) -> None:
         answered = {}
         for number, (name, prompts) in enumerate(run.inputs.eval_sets.items()):
             sampling = eval_sampling(run.recipe, name, record.step, number)
-            answered[name] = run.fleet.engines.sample(prompts, sampling).summaries
+            with step_of_faults(run, record.step):
+                answered[name] = run.fleet.engines.sample(prompts, sampling).summaries
     for name, groups in answered.items():
         record.failed(groups)
         if not any(len(group.rewards_G) for group in groups):

@@ -16,84 +16,62 @@ references. With `rollout.ahead` engines that have GPUs of their own sample a ph
 | reshard | the policy's weights                           | the engines' weights' memory | hand-over to `rollout` |
 | eval    | evaluation prompts, weights of version n + 1   | the engines' KV cache        | the next step's phases |
 
-An asynchronous checkpoint is copied in `save` and written while the next step runs. A reshard that fails is tried once
-more, see `Fleet.reshard`.
+An asynchronous checkpoint is copied in `save` and written while the next steps run. A reshard that fails is tried once
+more, see `Fleet.reshard`. What is repeated when a process fails is decided in `megarl.recovery`.
 """
 
 from __future__ import annotations
-
-from contextlib import suppress
 
 from megarl.checkpoints.snapshots import Snapshot
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.controller.evaluation import evaluate
 from megarl.controller.learning_rate import policy_lr
-from megarl.controller.resuming import resume
 from megarl.controller.run import Run, Step
 from megarl.controller.saver import Saver
-from megarl.controller.stages import finish_rollout, learn, reshard
-from megarl.controller.warm_start import warm_start
+from megarl.controller.stages import finish_rollout, learn, publish, save, settle
+from megarl.controller.steps import enter, run_steps
 from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import GroupBuffer
+from megarl.fleet.rank_recovery import repetition
 from megarl.tracking.run_log import RunLog
-from megarl.types import EndedEarly
 
 
 def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
     """Run a checked recipe, from a checkpoint on where one is given.
 
-    Raises WorkerFailed when a process of the run fails, UserError when the reward does, EndedEarly after a SIGUSR1.
+    Raises WorkerFailed when a process of the run fails, UserError when the reward does, EndedEarly when asked to.
     """
-    with Cluster(
-        recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
-    ) as cluster:
+    with Cluster.of_run(recipe, log.say) as cluster:
         log.say("starting training ranks and engines")
         run, buffer = begin(recipe, inputs, cluster, log, start)
-        for number in range(start.step + 1 if start else 1, recipe.run.steps + 1):
-            try:
-                buffer = take_step(run, number, buffer)
-            except EndedEarly:
-                run.fleet.shutdown()
-                raise
-            except Exception:
-                with suppress(Exception):
-                    # a failure does not cost the checkpoint that was being written
-                    run.saver.rescue()
-                raise
-        run.fleet.shutdown()
+        run_steps(run, start, buffer, take_step)
 
 
 def begin(
     recipe: Recipe, inputs: Inputs, cluster: Cluster, log: RunLog, start: Snapshot | None
 ) -> tuple[Run, GroupBuffer]:
-    """Everything before the first step, of a new run or after a checkpoint; the run, and its buffer."""
-    buffer = GroupBuffer()
+    """Everything before the warm start and the first step, of a new run or after a checkpoint; and its buffer."""
     with log.start(is_new=start is None) as record:
         record.add(inputs.metrics)
         with record.phase("start"):
             fleet = Fleet(cluster, recipe, log.say)
         log.write_options(fleet.options())
+        saver = Saver(recipe, fleet, inputs.prompts, log.folder, log.say, log.drain)
         run = Run(
             recipe=recipe,
             fleet=fleet,
             algorithm=recipe.algorithm.name,
             learning_rate=policy_lr(recipe, fleet),
             inputs=inputs,
-            saver=Saver(recipe, fleet, inputs.prompts, log.folder, log.say),
+            saver=saver,
             log=log,
             prompts_per_step=recipe.rollout.prompts_per_step,
+            repetition=repetition(cluster, recipe, fleet, saver),
         )
         run.saver.leave_if_wanted()
-        if start:
-            buffer = resume(start, recipe, fleet, inputs.prompts)
-        reshard(fleet, record)  # engines start empty: this gives them their first weights
-        if not start and recipe.evaluation.at_start:
-            evaluate(run, record)
-    if recipe.warm_start.steps and not start:
-        warm_start(run)
-    return run, buffer
+        return run, enter(run, record, start)
 
 
 def take_step(run: Run, number: int, buffer: GroupBuffer) -> GroupBuffer:
@@ -103,7 +81,7 @@ def take_step(run: Run, number: int, buffer: GroupBuffer) -> GroupBuffer:
         buffer = train_step(run, Step(number, record, buffer))
         if number % run.recipe.evaluation.every == 0 or number == run.recipe.run.steps:
             evaluate(run, record)
-    run.saver.settle(number)
+    settle(run, number)
     return buffer
 
 
@@ -113,8 +91,7 @@ def train_step(run: Run, step: Step) -> GroupBuffer:
     step = learn(run, step)
     step = finish_rollout(run, step)
     step.record.add(step.update_metrics)
-    with step.record.phase("save"):
-        step.record.add(run.saver.begin(step.number, step.buffer))
-    reshard(run.fleet, step.record)
+    save(run, step)
+    publish(run, step)
     step.record.add(step.speed)
     return step.buffer

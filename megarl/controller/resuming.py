@@ -25,6 +25,10 @@ from megarl.samples.parquet import open_samples
 from megarl.types import UserError, UserErrors
 
 FOLDER = "checkpoints"
+# of a checkpoint. 1, without a number: the optimizer's state was gathered, and each tensor of a rank written whole.
+# 2: each rank writes boxes of the same tensors (parallel/stored_boxes.py).
+FORMAT = 2
+OLDEST_FORMAT = 1  # that is read
 _SAME_MODEL = "use the model that the run began with"
 # of fields of `Progress`, in checkpoints of before 26 November 2026
 _EARLIER_NAMES = {"stock": "buffer"}
@@ -98,6 +102,7 @@ class Progress:
     buffer: dict[str, Any]  # `BufferState`
     sampling: dict[str, Any]  # what the groups of the buffer depend on: `sampling_keys`
     lora: dict[str, Any] | None = None  # `adapter_identity`, in a run that trains adapters
+    format: int = FORMAT
 
 
 def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
@@ -136,9 +141,13 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
 def progress_of(snapshot: Snapshot) -> Progress:
     """What the controller stored.
 
-    Raises UserErrors where another version of megarl wrote it, or somebody changed it.
+    Raises UserErrors where a version of megarl wrote it whose format is not read, or somebody changed it.
     """
     run = {_EARLIER_NAMES.get(key, key): value for key, value in snapshot.run.items()}
+    its_format = run.setdefault("format", 1)
+    if type(its_format) is int and not OLDEST_FORMAT <= its_format <= FORMAT:
+        ours = f"this version reads {OLDEST_FORMAT} to {FORMAT}"
+        raise _unfit(snapshot, f"is a checkpoint of format {its_format}, and {ours}")
     progress = _stored(snapshot, Progress, run)
     if progress.step != snapshot.step:
         raise _unfit(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
 from megarl.config import Recipe
+from megarl.controller.engine_watch import EngineWatch
 from megarl.controller.samples import Collected
 from megarl.controller.saver import Saver
 from megarl.controller.step_rollout import PhaseAhead
 from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet, TrainingFleet
 from megarl.fleet.rank_groups import NO_GROUPS, GroupBuffer, PerTokenResults, RolloutBatch, Trained
+from megarl.recovery.repetition import Repetition
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog
 from megarl.training.batching import SampleRef
@@ -44,13 +46,18 @@ class TrainingRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(TrainingRun):
-    """A run that samples, trains and saves. prompts_per_step: demonstrations in a warm start."""
+    """A run that samples, trains and saves. prompts_per_step: demonstrations in a warm start.
+
+    repetition: what needs training ranks is run by it; None where a failure of them is the run's, as in a warm start.
+    """
 
     fleet: Fleet
     inputs: Inputs
     saver: Saver
     log: RunLog
     prompts_per_step: int
+    repetition: Repetition | None
+    engine_watch: EngineWatch = field(default_factory=EngineWatch)
 
 
 @dataclass(frozen=True)

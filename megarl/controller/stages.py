@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
+from typing import TypeVar
 
 from megarl.algos import ALGORITHMS, Stage
 from megarl.controller.learning_rate import learning_rate
@@ -19,13 +21,17 @@ from megarl.controller.samples import (
     with_overlong_penalty,
     with_scores,
 )
+from megarl.controller.silent_faults import compare_engines, step_of_faults
 from megarl.controller.step_rollout import StepRollout
 from megarl.fleet.fleet import Fleet
-from megarl.fleet.rank_groups import RolloutBatch
+from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
+from megarl.recovery.repetition import Repetition
 from megarl.samples.buffer import staleness_bound
 from megarl.tracking.metrics import rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
 from megarl.training.batching import shuffled
+
+Result = TypeVar("Result")
 
 
 def sample(run: Run, step: Step) -> Step:
@@ -43,7 +49,10 @@ def sample(run: Run, step: Step) -> Step:
     groups = collected.chosen
     bound = max(staleness_bound(recipe, hyperparameters), step.buffer.loaded_bound)
     record.add(staleness(groups.summaries, run.fleet.version, bound))
-    groups = score(run.fleet, groups, record, recipe.reward_model.weight)
+    if run.fleet.reward_model:
+        groups = _repeated(
+            run, step, partial(score, run.fleet, groups, record, recipe.reward_model.weight)
+        )
     groups = with_overlong_penalty(groups, hyperparameters, recipe.longest_sample)
     record_groups(record, groups, run.algorithm)
     return replace(step, groups=groups, collected=collected, ahead=ahead)
@@ -54,7 +63,9 @@ def finish_rollout(run: Run, step: Step) -> Step:
     if step.collected is None:
         return step
     rollout = _rollout(run, step.number)
-    return replace(step, buffer=rollout.finish(step.collected, step.ahead, step.record))
+    with step_of_faults(run, step.number):
+        buffer = rollout.finish(step.collected, step.ahead, step.record)
+    return replace(step, buffer=buffer)
 
 
 def _rollout(run: Run, number: int) -> StepRollout:
@@ -68,7 +79,7 @@ def _rollout(run: Run, number: int) -> StepRollout:
         steps_left=run.recipe.run.steps - number,
     )
     prompts = run.inputs.prompts
-    before_phase = run.saver.leave_if_wanted
+    before_phase = run.saver.leave_within_step
     return StepRollout(run.recipe, limits, run.fleet.engines, prompts, number, before_phase)
 
 
@@ -165,16 +176,76 @@ def update(run: TrainingRun, step: Step) -> Step:
 
 
 def learn(run: Run, step: Step) -> Step:
-    """The stages of a step in order: the source of its groups, their advantages, and those that learn from them."""
-    return learn_from_groups(run, STAGES[run.stages[0]](run, step))
+    """The stages of a step in order: the source of its groups, their advantages, and those that learn from them.
+
+    Raises SilentFault with the step, as `finish_rollout`.
+    """
+    with step_of_faults(run, step.number):
+        step = STAGES[run.stages[0]](run, step)
+        if run.repetition is None:
+            step = learn_from_groups(run, step)
+        else:
+            step = _learn_repeatably(run, advantages(run, step), run.repetition)
+        compare_engines(run, step)
+    return step
+
+
+def _learn_repeatably(run: Run, step: Step, repetition: Repetition) -> Step:
+    # without what only the controller needs, such as references to groups that the next step trains on
+    again = replace(
+        step, record=Record(step.number), buffer=GroupBuffer(), collected=None, ahead=None
+    )
+    return repetition.train(
+        step.number,
+        partial(_learn_from_samples, run, step),
+        again=partial(_learn_from_samples, run, again),
+    )
 
 
 def learn_from_groups(run: TrainingRun, step: Step) -> Step:
     """The stages behind the source of the groups, which the step has."""
-    step = advantages(run, step)
-    for stage in run.stages[1:]:
-        step = LEARNING_STAGES[stage](run, step)
+    return _learn_from_samples(run, advantages(run, step))
+
+
+def _learn_from_samples(run: TrainingRun, step: Step) -> Step:
+    """What ranks do in a step: the same whenever they begin with the same state."""
+    with step_of_faults(run, step.number):
+        for stage in run.stages[1:]:
+            step = LEARNING_STAGES[stage](run, step)
     return step
+
+
+def save(run: Run, step: Step) -> None:
+    """Begin the step's checkpoint, if it is due."""
+
+    def begin() -> None:
+        with step.record.phase("save"):
+            step.record.add(run.saver.begin(step.number, step.buffer))
+
+    _repeated(run, step, begin)
+
+
+def publish(run: Run, step: Step) -> None:
+    """Reshard the step's weights into the engines; while these sample with them, the ranks' state is copied."""
+    _repeated(run, step, partial(reshard, run.fleet, step.record))
+    if run.repetition:
+        run.repetition.published(step.number)
+        step.record.add(run.repetition.take_metrics())
+
+
+def settle(run: Run, number: int) -> None:
+    """Complete the checkpoint of a step whose record is written, or leave an asynchronous one to the next step."""
+    if run.repetition:
+        run.repetition.excuse(partial(run.saver.settle, number))
+    else:
+        run.saver.settle(number)
+
+
+def _repeated(run: Run, step: Step, action: Callable[[], Result]) -> Result:
+    """What the action returns, which needs training ranks; it is repeated when one of them has failed."""
+    if run.repetition:
+        return run.repetition.attempt(step.number, action)
+    return action()
 
 
 def reshard(fleet: Fleet, record: Record) -> None:

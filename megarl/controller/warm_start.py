@@ -19,10 +19,12 @@ def warm_start(run: Run) -> None:
         algorithm="sft",
         learning_rate=lambda step: warm.lr * min(1.0, step / max(1, warm.warmup_steps)),
         prompts_per_step=warm.sequences_per_step,
+        # after a failure the run begins again
+        repetition=None,
     )
     readings = run.fleet.onload_for("train")
     for number in range(1, warm.steps + 1):
-        run.saver.leave_if_wanted()
+        run.saver.leave_within_step()
         with run.log.warm_step(number) as record:
             step = learn(supervised, Step(number, record))
             assert step.trained is not None

@@ -26,9 +26,16 @@ class PromptStream:
         if not prompts:
             raise ValueError("a stream needs at least one prompt")
         self._prompts = list(prompts)
+        self._seed = seed
         self._random = random.Random(seed)
         self._epoch: Iterator[Prompt] = iter(())  # what is left of it
         self.taken = 0  # prompts since the stream began; the whole state of the stream
+
+    def rewind(self) -> None:
+        """Begin again, with the same prompts in the same order."""
+        self._random = random.Random(self._seed)
+        self._epoch = iter(())
+        self.taken = 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -69,6 +76,11 @@ class MixedStream(PromptStream):
         ]
         self._offset = random.Random(f"{seed} mix").getrandbits(64)
         self._bounds = _bounds(weights)
+
+    def rewind(self) -> None:
+        super().rewind()
+        for stream in self._streams:
+            stream.rewind()
 
     @cached_property
     def fingerprint(self) -> str:

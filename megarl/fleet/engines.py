@@ -2,93 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from megarl import device
-from megarl.cluster.actor import Ref, Worker
+from megarl.cluster.actor import Ref
+from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
-from megarl.device import address_of, host_store
+from megarl.fleet.fault_members import fault_members
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.fleet.sampling_phase import SamplingPhase
 from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.engine_layout import EngineLayout
+from megarl.recovery.engine_processes import EngineProcess, EngineProcesses
 from megarl.rollout.load_balancing import RequestBalancer
-from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.samples.buffer import Entry, RolloutBuffer
-from megarl.types import Prompt
+from megarl.types import Prompt, SilentFault
 from megarl.types.sampling import Sampling
 
 
 class Engines:
-    """Engine e is on GPU slots from layout.first + e * tp. Engines on shared slots release memory."""
+    """Engine e is on GPU slots from layout.first + e * tp. Engines on shared slots release memory.
+
+    Calls go to the engines that are alive; what becomes of the others is the matter of `processes`.
+    """
 
     def __init__(
-        self, cluster: Cluster, recipe: Recipe, layout: EngineLayout, shared: frozenset[int]
+        self,
+        cluster: Cluster,
+        recipe: Recipe,
+        layout: EngineLayout,
+        shared: frozenset[int],
+        say: Callable[[str], None],
     ) -> None:
         self._cluster = cluster
         self._recipe = recipe
-        self._slots = [layout.first + index * layout.tp for index in range(layout.count)]
-        self.workers = [
-            cluster.worker(f"engine {index}", slot) for index, slot in enumerate(self._slots)
-        ]
-        # rendezvous of engines on several nodes, served by this process
-        self._stores: list[Any] = []
-        self._further_nodes: list[Worker] = []
-        self._started: dict[Ref, str] = {}
+        first_slots = [layout.first + index * layout.tp for index in range(layout.count)]
         # SGLang's ranks release memory together: an engine with one shared GPU releases memory on all of its GPUs.
         unshared = layout.engines_without(shared)
-        self._sharing = [
-            worker for index, worker in enumerate(self.workers) if index not in unshared
-        ]
-        self._with_own_gpus = [self.workers[index] for index in unshared]
+        self.processes = EngineProcesses(cluster, recipe, first_slots, unshared, say)
         self._history = EngineHistory()
-        self._dealers: dict[
-            int, RequestBalancer
-        ] = {}  # of all rounds on so many engines; they know their capacity once started
+        # of all rounds on so many engines
+        self._balancers: dict[int, RequestBalancer] = {}
+        self._last_phase: SamplingPhase | None = None
 
     @property
     def measures_shared_memory(self) -> bool:
         """Whether engines must start after the ranks: on a GPU SGLang sizes its KV cache by the memory that is free."""
-        return device.DEVICE == "cuda" and bool(self._sharing)
-
-    def start(self) -> dict[Ref, str]:
-        """Begin to start all engines, once; returns the calls to wait for."""
-        for index, (worker, slot) in enumerate(zip(self.workers, self._slots, strict=True)):
-            self._start(index, worker, slot)
-        return self._started
-
-    def _start(self, index: int, worker: Worker, slot: int) -> None:
-        """Start an engine, with a process on each further node that it spans."""
-        recipe = self._recipe
-        if recipe.engine_nodes > 1:
-            span = self._span(recipe)
-        else:
-            span = None
-        self._started[worker.start("megarl.rollout.worker:RolloutWorker", recipe, index, span)] = (
-            worker.name
-        )
-        if span is None:
-            return
-        for node in range(1, span.nodes):
-            name = f"{worker.name}, node {node}"
-            at = slot + node * recipe.placement.gpus_per_node
-            part = self._cluster.worker(name, at)
-            node_span = replace(span, node=node, endpoint=span.endpoint.without_secret)
-            self._started[
-                part.start("megarl.rollout.worker:EnginePart", recipe, index, node_span)
-            ] = name
-            part.watch("fail")
-            self._further_nodes.append(part)
-
-    def _span(self, recipe: Recipe) -> NodeSpan:
-        """The first node of an engine, with a new store and endpoint for all of its nodes."""
-        from megarl.rollout.sglang.relay import new_endpoint  # ZeroMQ comes with SGLang
-
-        self._stores.append(host_store(recipe.run.timeout_s, self._cluster.host))
-        return NodeSpan(recipe.engine_nodes, 0, address_of(self._stores[-1]), new_endpoint())
+        is_shared = any(engine.shares for engine in self.processes.engines)
+        return device.DEVICE == "cuda" and is_shared
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
         """One group of whole responses per prompt, in order."""
@@ -103,37 +66,104 @@ class Engines:
 
         beside_training: on the engines that share no GPU with other models, whose memory is handed over meanwhile.
         """
-        if beside_training:
-            workers = self._with_own_gpus
-        else:
-            workers = self.workers
-        if len(workers) not in self._dealers:
-            capacities = self._cluster.call_all(workers, "capacity")
-            self._dealers[len(workers)] = RequestBalancer(capacities, sampling.new_tokens(0))
-        balancer = self._dealers[len(workers)]
-        groups = self._recipe.rollout.engine.dp
+        engines = [
+            engine for engine in self.processes.engines if not (beside_training and engine.shares)
+        ]
+        self.processes.is_beside_training = beside_training
         begun = SamplingPhase(
-            self._cluster, workers, balancer, groups, entries, sampling, self._history
+            self._cluster,
+            self.processes,
+            engines,
+            self._balancer(engines, sampling),
+            self._recipe.rollout.engine.dp,
+            entries,
+            sampling,
+            self._history,
         )
+        self._last_phase = begun
         begun.begin()
         return begun
 
-    def versions(self) -> list[int]:
-        """The version of the weights in each engine, as the engine states it."""
-        return self._cluster.call_all(self.workers, "version")
+    def finish_phase(self) -> None:
+        """Wait for the phase that was begun last, of which nobody will ask for the result.
 
-    def check(self) -> None:
-        """Raises WorkerFailed with an engine's error if one of the engine's processes has died."""
-        self._cluster.call_all(self.workers, "check")
+        Where it has failed, calls are open: its engines are started anew, by the next reshard.
+        """
+        phase = self._last_phase
+        self._last_phase = None
+        if phase is None or phase.is_over:
+            return
+        if not phase.is_asked:
+            with suppress(WorkerFailed):
+                phase.result()
+                return
+        self._cluster.end_background(phase)
+        self.processes.discard_all()
+
+    def _balancer(self, engines: Sequence[EngineProcess], sampling: Sampling) -> RequestBalancer:
+        if len(engines) not in self._balancers:
+            self._balancers[len(engines)] = RequestBalancer(
+                [None] * len(engines), sampling.new_tokens(0)
+            )
+        return self._balancers[len(engines)]
+
+    def located(self, fault: SilentFault) -> SilentFault:
+        """The fault of engines, with their names, GPUs and first nodes."""
+        workers = {
+            member.number: self.processes.engines[member.number].worker
+            for member in fault.members
+            if member.number < len(self.processes.engines)
+        }
+        num_gpus = self._recipe.rollout.engine.tp // self._recipe.engine_nodes
+        placement = self._recipe.placement
+        return fault.located(fault_members(self._cluster, placement, workers, num_gpus))
+
+    def versions(self) -> list[int]:
+        """The version of the weights in each engine that is ready, as the engine states it."""
+        return self._call(self.processes.ready, "version")
 
     def release_memory(self) -> None:
-        self._cluster.call_all(self._sharing, "release_memory")
+        engines = [engine for engine in self._alive if engine.shares and not engine.is_released]
+        self.processes.lend_memory()
+        self._call(engines, "release_memory")
+        for engine in engines:
+            engine.is_released = engine.state != "lost"
 
     def resume_weights(self) -> None:
-        self._cluster.call_all(self._sharing, "resume_weights")
+        self.processes.have_memory = True
+        self._call([engine for engine in self._alive if engine.is_released], "resume_weights")
 
     def resume_cache(self) -> None:
-        self._cluster.call_all(self._sharing, "resume_cache")
+        engines = [engine for engine in self._alive if engine.is_released]
+        self._call(engines, "resume_cache")
+        for engine in engines:
+            engine.is_released = False
+
+    def forget_ranks(self) -> None:
+        """Have the engines unmap the parameters of training ranks that are gone; the next exchange maps new ones."""
+        mapping = [engine for engine in self._alive if engine.has_session]
+        for engine in self.processes.engines:
+            engine.has_session = False
+        self._call([engine for engine in mapping if engine.shares], "forget_ranks")
 
     def shutdown(self) -> None:
-        self._cluster.call_all([*self.workers, *self._further_nodes], "shutdown")
+        """End the engines in their own way."""
+        workers = [worker for engine in self._alive for worker in (engine.worker, *engine.parts)]
+        # one that is lost has ended already
+        self._cluster.outcomes({worker.call("shutdown"): worker.name for worker in workers})
+
+    @property
+    def _alive(self) -> list[EngineProcess]:
+        return [engine for engine in self.processes.engines if engine.state in ("empty", "ready")]
+
+    def _call(self, engines: Iterable[EngineProcess], method: str) -> list[int]:
+        """The answers of these engines to a call; those that are lost meanwhile give none."""
+        asked = [(engine, engine.worker) for engine in engines]
+        labels = {worker.call(method): worker.name for _, worker in asked}
+        answers = []
+        for (engine, worker), answer in zip(asked, self._cluster.outcomes(labels), strict=True):
+            if isinstance(answer, Exception):
+                self.processes.lose(engine, worker, answer)
+            else:
+                answers.append(answer)
+        return answers

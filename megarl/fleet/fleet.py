@@ -11,28 +11,34 @@ from typing import Any
 from megarl.checkpoints.quantised import fp8_checkpoint
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
-from megarl.cluster.ray_session import Cluster, WorkerFailed
+from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.ray_session import Cluster
 from megarl.cluster.topology import placement_errors, placement_lines
 from megarl.config import Recipe
-from megarl.device import address_of
+from megarl.device import address_of, host_store
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import (
     AuxiliaryRanks,
     GroupBuffer,
     PolicyRanks,
+    RankGroup,
     RewardModelRanks,
     RolloutBatch,
 )
 from megarl.placement.roles import Phase, Roles, resolve, sent_lora, trains_merged
-from megarl.resharding.member import Stats, collect_stats
-from megarl.resharding.payloads import ReshardStep, exchanged, reshard_steps
+from megarl.recovery.engine_processes import EngineProcess
+from megarl.resharding import peer_copy
+from megarl.resharding.member import Stats, abandon, collect_stats
+from megarl.resharding.payloads import PayloadName, ReshardStep, exchanged, reshard_steps
+from megarl.resharding.peer_copy import PeerCopy, copy_messages
 from megarl.resharding.session import Session, Sessions, sessions
 from megarl.samples.buffer import PartialGroup, Summary
 from megarl.samples.parquet import open_samples, writing
 from megarl.samples.summaries import partial_summary, summary
 from megarl.types import Metrics, SampleGroup
 
+_MOST_SOURCES = 4  # engines that send their weights to one that is started anew
 CRITIC = "critic"  # the folder of the critic's files in a checkpoint
 
 
@@ -70,7 +76,7 @@ def training_fleet(cluster: Cluster, roles: Roles) -> TrainingFleet:
     critic = _critic(cluster, roles)
     trainers = PolicyRanks(cluster, roles.policy, frozenset())
     cluster.gather(trainers.started | (critic.started if critic else {}))
-    _share_weights(trainers, critic)
+    share_weights(trainers, critic)
     return TrainingFleet(cluster, roles, trainers, critic)
 
 
@@ -93,13 +99,14 @@ class Fleet(TrainingFleet):
     ) -> None:
         """say: prints a line for the user. learns: False where the run only samples: then there is no critic."""
         self._recipe = recipe
-        self._say = say
+        self.say = say
         roles = resolve(recipe, learns=learns)
         shared = roles.shared_slots
         self._run_id = secrets.token_hex(8)
         trainers = PolicyRanks(cluster, roles.policy, shared)
-        self._store = trainers.store
-        self.engines = Engines(cluster, recipe, roles.engines, shared)
+        # through which the members of an exchange find each other; ranks may be rebuilt, and meet elsewhere
+        self._store = host_store(recipe.run.timeout_s, cluster.host)
+        self.engines = Engines(cluster, recipe, roles.engines, shared, say)
         super().__init__(cluster, roles, trainers, _critic(cluster, roles, shared))
         self.reward_model = None
         if roles.reward_model:
@@ -112,31 +119,36 @@ class Fleet(TrainingFleet):
                 f"each of NCCL's groups takes {taken} bytes of a training GPU: communicator_bytes of a hardware file"
             )
         self.memory = MemoryScheduler(self.trainers, self.engines, self.critic, self.reward_model)
-        self._sessions = self._open_sessions()
         # to publish; more than there are versions once an exchange had to be repeated
         self.attempts = 0
-        # whether the engines keep the session of an earlier publication
-        self._have_sessions = False
+        self._sessions: Sessions
+        # engines, up to the last reshard
+        self._num_lost = 0
+        # the last one into each engine, by its index
+        self._copies: dict[int, PeerCopy] = {}
+        self.engines.processes.weights = self
 
     def _start(self) -> None:
         """Wait until all processes are built; then the memory is as in the `rollout` phase."""
         groups = [ranks for ranks in (self.trainers, self.critic, self.reward_model) if ranks]
         engines_last = self.engines.measures_shared_memory
-        starting = {} if engines_last else dict(self.engines.start())
+        processes = self.engines.processes
+        starting = {} if engines_last else processes.start()
         for ranks in groups:
             starting |= ranks.started
         self._cluster.gather(starting)
-        _share_weights(self.trainers, self.critic, self.reward_model)
+        share_weights(self.trainers, self.critic, self.reward_model)
         for ranks in groups:
             ranks.offload()  # ranks are built onloaded: from here on the memory scheduler decides
         if engines_last:
-            self._cluster.gather(self.engines.start())
+            self._cluster.gather(processes.start())
+        processes.started()
 
     def _say_device_placements(self) -> None:
         """Print the GPU and the network cards of each training rank, and the placements that slow the network down."""
         placements = self._cluster.placements(self.trainers.workers, self._recipe.placement)
         for line in [*placement_lines(placements), *map(str, placement_errors(placements))]:
-            self._say(line)
+            self.say(line)
 
     def onload_for(self, phase: Phase) -> Metrics:
         """Give the GPUs' memory to the models that compute in `phase`; the readings of it before and after."""
@@ -153,71 +165,148 @@ class Fleet(TrainingFleet):
     def reshard(self) -> tuple[Stats, Metrics]:
         """Move the trained weights, or adapters, into the engines, in place, and leave the GPUs' memory to them.
 
-        Returns the cost of the exchange, and the memory's readings. An exchange that fails is tried once more while
-        every process is alive: it writes everything anew, and between the two the engines refuse to sample. Raises
-        WorkerFailed when that fails too or a process is gone, and RuntimeError if an engine then states another version
-        than the trainer's.
+        Returns the cost of the exchange, the memory's readings, and how many engines were lost since the last one.
+        Engines that were lost are started first. An exchange that fails is repeated, see `_publish`. Raises
+        RuntimeError if an engine then states another version than the trainer's.
         """
         readings = {}
         if self.memory.phase != "rollout":
             readings = self.onload_for("reshard")
         version = self.version + 1
-        policy = self.roles.policy
-        from_files = fp8_checkpoint(policy.recipe, policy.model) is not None
-        steps = reshard_steps(policy.lora, has_weights=self._have_sessions, from_files=from_files)
         kept_share = None
-        if trains_merged(policy.recipe):
+        if trains_merged(self.roles.policy.recipe):
             kept_share = self.trainers.round_weights(version)
-        calls = self._exchange(version, steps)
-        try:
-            self._cluster.gather(calls)
-        except WorkerFailed as failure:
-            self.engines.check()
-            if not self._cluster.settle(calls):
-                raise
-            self._say(f"the reshard to version {version} failed and is tried once more: {failure}")
-            self._cluster.gather(self._exchange(version, steps))
-        versions = self.engines.versions()
-        if {*versions} != {version}:
-            raise RuntimeError(
-                f"the engines are at versions {versions}, the trainer is at {version}"
-            )
+        payloads = self._publish(version)
         self.version = version
-        self._have_sessions = True
         readings |= self.onload_for("rollout")
+        num_lost = self.engines.processes.num_lost
+        readings["recovery/engines_lost"] = num_lost - self._num_lost
+        self._num_lost = num_lost
         stats = collect_stats(
-            self._store, self._run_id, self.attempts, self.roles.num_members, exchanged(steps)
+            self._store, self._run_id, self.attempts, self.roles.num_members, payloads
         )
         if kept_share is not None:
             stats = replace(stats, kept_share=kept_share)
         return stats, readings
 
+    def begin_copy(self, target: EngineProcess, sources: Sequence[EngineProcess]) -> dict[Ref, str]:
+        """Begin to copy the weights of other engines into one; the target's calls, by worker."""
+        self.attempts += 1
+        copy = PeerCopy(
+            meet=address_of(self._store),
+            run_id=self._run_id,
+            attempt=self.attempts,
+            version=self.version,
+            target=target.index,
+            sources=tuple(source.index for source in sources[:_MOST_SOURCES]),
+            layout=self.roles.engines,
+            verify=self._recipe.reshard.verify,
+            round_bytes=self._recipe.reshard.round_bytes,
+            timeout_s=self._recipe.run.timeout_s,
+        )
+        self._copies[target.index] = copy
+        of_sources, of_target = copy_messages(copy)
+        for source in sources[:_MOST_SOURCES]:
+            # a source that fails has told the target
+            source.worker.call("send_copy", of_sources[source.index])
+        call = target.worker.call("receive_copy", of_target, self.version)
+        return {call: target.worker.name}
+
+    def abandon_copies(self, engine: EngineProcess, reason: str) -> None:
+        """An engine is lost: fail the copies that it took part in."""
+        for target, copy in [*self._copies.items()]:
+            if engine.index in copy.engines:
+                del self._copies[target]
+                peer_copy.abandon(copy, engine.index, reason)
+
+    def publish_again(self) -> None:
+        """Fill all engines with the version that those had which are lost; the ranks hold its weights still."""
+        self._publish(self.version)
+
+    def _publish(self, version: int) -> list[PayloadName]:
+        """Exchange weights until all engines have this version; what was exchanged.
+
+        An exchange that fails is tried once more while every process is alive, and again after an engine was lost and
+        started anew: it writes everything anew, and between the two the engines refuse to sample. Raises WorkerFailed
+        when that fails too or a training rank is gone.
+        """
+        processes = self.engines.processes
+        is_repeated = False
+        while True:
+            self._refuse_lost_ranks()
+            processes.restore()
+            if not all(engine.has_session for engine in processes.engines):
+                # a handle to a rank's parameters is for one process that maps them
+                self._sessions = self._open_sessions()
+            steps = self._steps()
+            num_lost = processes.num_lost
+            calls = self._exchange(version, steps)
+            try:
+                self._cluster.gather(calls)
+                self._refuse_lost_ranks()
+                break
+            except WorkerFailed as failure:
+                abandon(self._store, self._run_id, self.attempts, exchanged(steps), str(failure))
+                if not self._cluster.settle(calls):
+                    raise
+                self._refuse_lost_ranks()
+                if processes.num_lost == num_lost:
+                    if is_repeated:
+                        raise
+                    is_repeated = True
+                self.say(f"the reshard to version {version} failed and is repeated: {failure}")
+        processes.filled()
+        versions = self.engines.versions()
+        if {*versions} - {version}:
+            raise RuntimeError(
+                f"the engines are at versions {versions}, the trainer is at {version}"
+            )
+        return exchanged(steps)
+
+    def _refuse_lost_ranks(self) -> None:
+        """Raises WorkerFailed where the ranks whose weights are read are gone."""
+        if loss := self.trainers.processes.loss:
+            raise loss.cause
+
+    def _steps(self) -> list[ReshardStep]:
+        policy = self.roles.policy
+        from_files = fp8_checkpoint(policy.recipe, policy.model) is not None
+        engines = self.engines.processes.engines
+        have_weights = all(engine.has_session for engine in engines)
+        return reshard_steps(policy.lora, has_weights=have_weights, from_files=from_files)
+
     def _exchange(self, version: int, steps: Sequence[ReshardStep]) -> dict[Ref, str]:
         """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
         self.attempts += 1
         calls: dict[Ref, str] = {}
-        for index, worker in enumerate(self.engines.workers):
+        for engine in self.engines.processes.engines:
             message = self._sessions.engine_message(
-                index, version, self.attempts, not self._have_sessions, steps
+                engine.index, version, self.attempts, not engine.has_session, steps
             )
+            worker = engine.worker
             calls[worker.call("reshard", message, version)] = worker.name
         for rank, session in self._sessions.trainers.items():
             worker = self.trainers.workers[rank]
             calls[worker.call("reshard", session, version, self.attempts, steps)] = worker.name
         return calls
 
-    def resume(self, folder: Path, version: int, attempts: int) -> list[tuple[str, Summary, Ref]]:
-        """Load a checkpoint whose weights were published last as `version`.
-
-        Returns the groups of its buffer, each with its prompt's id.
-        """
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint into the ranks; then the memory is the policy's."""
         if self.critic:
             self.onload_for("critic")
             self.critic.load(folder / CRITIC)
         self.onload_for("train")
         self.trainers.load(folder)
+
+    def resume(self, folder: Path, version: int, attempts: int) -> list[tuple[str, Summary, Ref]]:
+        """Load a checkpoint whose weights were published last as `version`.
+
+        Returns the groups of its buffer, each with its prompt's id.
+        """
+        self.load(folder)
         self.version = version
-        self.attempts = attempts
+        # attempts are counted on where the run goes back: none may have the number of an earlier one
+        self.attempts = max(self.attempts, attempts)
         if not buffer_file(folder).exists():
             return []
         groups = open_samples(buffer_file(folder)).buffered_groups()
@@ -247,6 +336,10 @@ class Fleet(TrainingFleet):
             (folder / CRITIC).mkdir()
             self.critic.save(folder / CRITIC)
         return digests, readings
+
+    def has_saved(self) -> bool:
+        """Whether all files of the checkpoint that was begun are written, so that `finish_save` waits for none."""
+        return self.trainers.has_saved() and (self.critic is None or self.critic.has_saved())
 
     def finish_save(self, digests: dict[str, Digest]) -> dict[str, Digest]:
         """Wait until all files are written; the digests that the ranks took of them. digests: as `save` returned."""
@@ -280,9 +373,7 @@ class Fleet(TrainingFleet):
         return sessions(common, [rank.source for rank in published])
 
 
-def _share_weights(
-    trainers: PolicyRanks, *others: AuxiliaryRanks | RewardModelRanks | None
-) -> None:
+def share_weights(trainers: PolicyRanks, *others: RankGroup | None) -> None:
     """Have models without frozen weights of their own compute with the policy's."""
     for ranks in others:
         if ranks and ranks.shares_weights:

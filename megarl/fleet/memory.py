@@ -67,6 +67,17 @@ class MemoryScheduler:
         }
         self.phase: Phase = "rollout"
 
+    def take_back(self) -> None:
+        """Have the engines release the memory, for ranks that are rebuilt and come onloaded; the phase is `train` then.
+
+        The other ranks are offloaded by the caller, whatever they hold.
+        """
+        if self.phase == "reshard":
+            self._engines.resume_cache()
+        if self.phase in ("rollout", "reshard"):
+            self._engines.release_memory()
+        self.phase = "train"
+
     def onload_for(self, phase: Phase) -> Metrics:
         """Enter a phase: memory is released before it is allocated.
 

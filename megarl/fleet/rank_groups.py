@@ -8,22 +8,34 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megarl import device
 from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, hyperparameters_of
-from megarl.algos.statistics import Statistics
+from megarl.algos.statistics import GRAD_NORM, Statistics
 from megarl.checkpoints.snapshots import Digest
-from megarl.cluster.actor import Ref, Worker, at_arrival
+from megarl.cluster.actor import Ref, Worker, at_arrival, failure
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
+from megarl.fleet.fault_members import fault_members
+from megarl.placement.replicas import outvoted
 from megarl.placement.roles import Role, is_reporting_rank
+from megarl.recovery.rank_processes import RankProcesses
 from megarl.resharding.session import PublishedRank
 from megarl.samples.buffer import Entry, RolloutBuffer
 from megarl.training.batching import SampleRef, Update, by_sample, key_of, plan_updates, refs_of
 from megarl.training.calls import ScoreCall, TokenValuesCall, TrainCall
 from megarl.training.flops import speed, train_work
-from megarl.types import FloatArray, GroupSummary, Hyperparameters, Metrics
+from megarl.training.row_diffs import RowDiffs
+from megarl.types import (
+    DiskFault,
+    FaultMember,
+    FloatArray,
+    GroupSummary,
+    Hyperparameters,
+    Metrics,
+    SilentFault,
+)
 
 GroupBuffer = RolloutBuffer[Ref]
 Key = TypeVar("Key")
@@ -92,7 +104,7 @@ class Trained:
 
 
 class RankGroup:
-    """All ranks of one Megatron world.
+    """All ranks of one Megatron world, by whichever processes.
 
     Rank r is on GPU slot first + r. Ranks on `shared` slots take turns with the memory.
     """
@@ -113,18 +125,19 @@ class RankGroup:
         self._recipe = role.recipe
         self._shape = role.shape
         self._layout = role.layout
-        # Where the ranks meet: served as long as this object lives.
-        self.store = device.host_store(role.recipe.run.timeout_s, cluster.host)
-        meet = device.address_of(self.store)
-        self.workers: list[Worker] = []
-        self.started: dict[Ref, str] = {}
-        self._sharing: list[Worker] = []
-        for rank, slot in enumerate(role.slots):
-            worker = cluster.worker(f"{name} {rank}", slot)
-            self.started[worker.start(target, rank, role, meet, *more)] = worker.name
-            self.workers.append(worker)
-            if slot in shared:
-                self._sharing.append(worker)
+        self._shared = shared
+        self._num_disk_calls = 0
+        self.processes = RankProcesses(cluster, role, name=name, target=target, more=more)
+        self.started = self.processes.start()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """By rank."""
+        return self.processes.workers
+
+    @property
+    def _sharing(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.slot in self._shared]
 
     def onload(self) -> None:
         self._cluster.call_all(self._sharing, "onload")
@@ -145,15 +158,40 @@ class RankGroup:
 
     def save(self, folder: Path) -> None:
         """Begin a checkpoint: what is to be written is copied when this returns."""
-        self._call("save", folder)
+        self._saved_in = folder
+        self._disk_call("save", folder)
+
+    def has_saved(self) -> bool:
+        """Whether all files of the checkpoint that was begun are written, or have failed."""
+        return all(self._cluster.call_all(self.workers, "has_saved"))
 
     def finish_save(self) -> dict[str, Digest]:
         """Wait until all files are written; their digests, as far as the ranks took them.
 
         Whatever has become of other processes: a run that fails saves what it has begun.
         """
-        calls = {worker.call("finish_save"): worker.name for worker in self.workers}
-        return _merged(self._cluster.gather(calls, among=self.workers))
+        return _merged(self._disk_call("finish_save", among=self.workers))
+
+    def _disk_call(
+        self, method: str, *args: object, among: Sequence[Worker] | None = None
+    ) -> list[Any]:
+        """Call every rank. Raises DiskFault when all have ended their calls, so that these may go on.
+
+        Raises WorkerFailed, too, where a rank's disk has not answered for run.timeout_s.
+        """
+        self._num_disk_calls += 1
+        calls = {worker.call(method, *args): worker.name for worker in self.workers}
+        attended = {
+            worker.call("attend_disk", self._num_disk_calls, self._saved_in): worker.name
+            for worker in self.workers
+        }
+        try:
+            return self._cluster.gather({**calls, **attended}, among)[: len(calls)]
+        except DiskFault:
+            if self._cluster.settle(attended):
+                for call in calls:
+                    failure(call)  # Ray prints what is asked for by nobody
+            raise
 
     def load(self, folder: Path) -> None:
         self._call("load", folder)
@@ -259,8 +297,34 @@ class RankGroup:
                 token_values=[at_arrival(part) for part in token_values],
             )
             calls[worker.call("train", call)] = worker.name
+        try:
+            parts_of_ranks = self._cluster.gather(calls)
+        except SilentFault as fault:
+            raise self.located(fault) from None
+        if self._recipe.run.compare_replicas_every is not None:
+            for norms in zip(*map(_grad_norms, parts_of_ranks), strict=True):
+                self._refuse_other_norms(norms)
         # every rank has a part of each update's statistics
-        return [_merged(parts) for parts in zip(*self._cluster.gather(calls), strict=True)]
+        return [_merged(parts) for parts in zip(*parts_of_ranks, strict=True)]
+
+    def located(self, fault: SilentFault) -> SilentFault:
+        """The fault of ranks of this group, with their names, GPUs and nodes; an engine's as it is.
+
+        Engines work while ranks do, with `rollout.ahead`.
+        """
+        if fault.kind == "engine":
+            return fault
+        workers = {member.number: self.workers[member.number] for member in fault.members}
+        return fault.located(fault_members(self._cluster, self._recipe.placement, workers))
+
+    def _refuse_other_norms(self, norms: Sequence[float]) -> None:
+        """Raise SilentFault where the norm of one and the same gradient is not the same on all ranks."""
+        wrong = outvoted(dict(enumerate(norms)))
+        if wrong:
+            values = ", ".join(sorted({repr(norm) for norm in norms}))
+            what = f"had another norm of the reduced gradient than other ranks ({values})"
+            fault = SilentFault("replicas", what, [FaultMember(rank) for rank in wrong])
+            raise self.located(fault)
 
 
 class PolicyRanks(RankGroup):
@@ -292,6 +356,15 @@ class PolicyRanks(RankGroup):
     def plan_of(self, algorithm: str, samples: Sequence[SampleRef]) -> list[Update]:
         """The updates that `train` makes of a step's samples."""
         return self.plan(samples, hyperparameters_of(algorithm, self._recipe.algorithm))
+
+    def row_diffs(self) -> RowDiffs:
+        """How far the engines' logprobs are from the trainer's in each row of the last `train`."""
+        reporting = [
+            worker
+            for rank, worker in enumerate(self.workers)
+            if is_reporting_rank(self._layout, rank)
+        ]
+        return RowDiffs.joined(self._cluster.call_all(reporting, "row_diffs"))
 
     def compute_logprobs(
         self,
@@ -402,6 +475,11 @@ class RewardModelRanks(RankGroup):
                 numbers = range(layout.coords(rank).dp, len(refs), layout.dp)
                 scores |= zip(numbers, of_share, strict=True)
         return [scores[number] for number in range(len(refs))]
+
+
+def _grad_norms(updates: Sequence[Statistics]) -> list[float]:
+    """The norm of each update's gradient, as one rank states it."""
+    return [update[GRAD_NORM][0] for update in updates if GRAD_NORM in update]
 
 
 def _merged(parts: Iterable[dict[Key, Value]]) -> dict[Key, Value]:

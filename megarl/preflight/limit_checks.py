@@ -31,6 +31,7 @@ def limit_errors(recipe: Recipe, device: str) -> ErrorIterator:
         )
     if recipe.placement.network != "nodes":
         yield from _gpu_errors(recipe.placement, device)
+        yield from _spare_errors(recipe.placement)
     if recipe.placement.hardware:
         yield from _hardware_errors(recipe.placement.hardware)
     yield from _folder_errors(recipe.run)
@@ -55,6 +56,15 @@ def _gpu_errors(placement: PlacementConfig, device: str) -> ErrorIterator:
         )
     if placement.gpus > most:
         yield UserError("placement.gpus", problem, hint)
+
+
+def _spare_errors(placement: PlacementConfig) -> ErrorIterator:
+    if placement.spare_nodes:
+        yield UserError(
+            "placement.spare_nodes",
+            f"{placement.spare_nodes} of a run on this machine alone (placement.network is loopback)",
+            "set it to 0, or placement.network to nodes",
+        )
 
 
 def _hardware_errors(path: str) -> ErrorIterator:

@@ -47,6 +47,7 @@ def unread_reasons(recipe: Recipe) -> dict[str, str]:
             set(recipe.run.trackers) - {"tensorboard"},
             "run.trackers names neither wandb nor mlflow",
         ),
+        "run.compare_replicas_every": _unless(_has_replicas(recipe), "no rank has a replica"),
         "warm_start": _unless(
             _is_wanted(recipe.warm_start, "steps"), "warm_start.steps is not set"
         ),
@@ -78,11 +79,30 @@ def unread_reasons(recipe: Recipe) -> dict[str, str]:
         "reward_model": _unless(
             recipe.reward_model.path or recipe.reward_model.adapters, "reward_model.path is not set"
         ),
-        "checkpoint": _unless(
-            _is_wanted(recipe.checkpoint, "every"),
-            "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone",
+        **_unread_of_checkpoint(recipe),
+    }
+
+
+def _unread_of_checkpoint(recipe: Recipe) -> dict[str, str]:
+    """Those of `unread_reasons` for the keys of `checkpoint`."""
+    no_checkpoints = _unless(
+        _is_wanted(recipe.checkpoint, "every"),
+        "checkpoint.every is not set: a checkpoint is written on SIGUSR1 and for megarl drain alone",
+    )
+    return {
+        "checkpoint.keep": no_checkpoints,
+        "checkpoint.asynchronous": no_checkpoints,
+        "checkpoint.may_fail": no_checkpoints,
+        "checkpoint.memory_copies": _unless(
+            recipe.run.restarts, "run.restarts is 0: a rank that fails ends the run"
         ),
     }
+
+
+def _has_replicas(recipe: Recipe) -> bool:
+    """Whether several ranks may hold the same weights: the policy's, or a critic's in a layout of its own."""
+    layout = train_layout(recipe)
+    return layout.tp * layout.cp * layout.dp > 1 or has_critic(recipe.algorithm.name)
 
 
 def _unless(is_read: object, reason: str) -> str:

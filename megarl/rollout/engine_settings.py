@@ -39,4 +39,5 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         model_context=model.context_tokens,
         reserve_bytes=communicator_bytes(recipe.placement.hardware),
         adapter=AdapterSlot.of(model.shape, lora) if lora else None,
+        number=index,
     )

@@ -64,8 +64,9 @@ class RequestBalancer:
     much, because of log-normal lengths those that are long already have the most left.
     """
 
-    def __init__(self, capacities: Sequence[Capacity], longest_response: int) -> None:
-        self._capacities = capacities
+    def __init__(self, capacities: Sequence[Capacity | None], longest_response: int) -> None:
+        """capacities: of the receivers; None for one that is to `join`."""
+        self._capacities = [*capacities]
         self._loads = [_Outstanding() for _ in capacities]
         self._last = len(capacities) - 1
         self._before = _Responses(1, _FIRST_GUESS * longest_response)  # of the round before
@@ -102,6 +103,15 @@ class RequestBalancer:
         self._now.count += 1
         self._now.tokens += response_tokens
 
+    def leave(self, receiver: int) -> None:
+        """The receiver is lost, with all that it was dealt."""
+        self._capacities[receiver] = None
+        self._loads[receiver] = _Outstanding()
+
+    def join(self, receiver: int, capacity: Capacity) -> None:
+        """A receiver is there, or back, with nothing to do."""
+        self._capacities[receiver] = capacity
+
     def withdraw(self, receiver: int, prompt_tokens: int) -> None:
         """A sample was not sent, or was aborted: its length says nothing about others."""
         self._book(receiver, -1, -prompt_tokens)
@@ -114,20 +124,23 @@ class RequestBalancer:
         mean = self.mean_response
         for turn in range(self._last + 1, self._last + 1 + len(self._loads)):
             receiver = turn % len(self._loads)
+            capacity = self._capacities[receiver]
+            if capacity is None:
+                continue
             load = self._loads[receiver]
             expected = load.prompt_tokens + load.sequences * mean
-            if expected < least and self._has_room(receiver, load, expected):
+            if expected < least and _has_room(capacity, load, expected):
                 least_loaded = receiver
                 least = expected
         return least_loaded
-
-    def _has_room(self, receiver: int, load: _Outstanding, expected_tokens: float) -> bool:
-        capacity = self._capacities[receiver]
-        share = _OVERCOMMIT_TOGETHER if load.started_together else _OVERCOMMIT_MIXED
-        return load.sequences < capacity.sequences and expected_tokens < share * capacity.tokens
 
     def _book(self, receiver: int, samples: int, prompt_tokens: int) -> None:
         load = self._loads[receiver]
         load.sequences += samples
         load.prompt_tokens += prompt_tokens
         load.started_together = load.started_together and samples > 0 or not load.sequences
+
+
+def _has_room(capacity: Capacity, load: _Outstanding, expected_tokens: float) -> bool:
+    share = _OVERCOMMIT_TOGETHER if load.started_together else _OVERCOMMIT_MIXED
+    return load.sequences < capacity.sequences and expected_tokens < share * capacity.tokens

@@ -26,6 +26,7 @@ from megarl.samples.summaries import partial_summary, summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserError
 from megarl.types.reward_result import REWARD_HINT, Failure, RewardResult
 from megarl.types.sampling import Sampling
+from megarl.types.worker_faults import WorkerFaults
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,10 @@ class RolloutWorker:
             )
             transcripts = short.transcripts[: self._num_transcripts]
             return replace(
-                short, transcripts=transcripts, refused_fields=generated.refused_fields
+                short,
+                transcripts=transcripts,
+                refused_fields=generated.refused_fields,
+                faults=self._take_faults(),
             ), whole
         group = PartialGroup(prompt, tuple(samples), tuple(reward_results))
         return partial_summary(group), group
@@ -114,6 +118,13 @@ class RolloutWorker:
         return await self._reward_workers.reward_results(
             prompt.answer, prompt.row, [sample.text for sample in samples], episodes
         )
+
+    def _take_faults(self) -> dict[str, WorkerFaults]:
+        """What went wrong in the worker processes since the last group, by the room of its metrics."""
+        faults = {"reward": self._reward_workers.take_faults()}
+        if self._runtime:
+            faults["episode"] = self._runtime.take_faults()
+        return {room: of_room for room, of_room in faults.items() if of_room}
 
     def capacity(self) -> Capacity:
         """What the engine can run at once."""
@@ -165,9 +176,24 @@ class RolloutWorker:
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
 
-    async def check(self) -> None:
-        """Raises EngineError with the cause when a process of the engine has died."""
-        await self._engine.check()
+    async def forget_ranks(self) -> None:
+        """Unmap the parameters of training ranks that are gone; raises EngineError where that fails."""
+        await self._engine.forget_ranks()
+
+    async def send_copy(self, message: Mapping[str, Any]) -> None:
+        """Send the weights to a new engine while this one samples; message: a source's of `copy_messages`.
+
+        Raises EngineError where the copy fails, which changes nothing in this engine.
+        """
+        await self._engine.send_copy(message)
+
+    async def receive_copy(self, message: Mapping[str, Any], version: int) -> None:
+        """Take the weights of engines that sample; message: the target's of `copy_messages`. Raises as `reshard`."""
+        await self._engine.receive_copy(message, version)
+
+    async def fail(self) -> None:
+        """Raises EngineLost with the cause when a process of the engine has died or hangs; does not return."""
+        await self._engine.fail()
 
     async def release_memory(self) -> None:
         await self._engine.release_memory()

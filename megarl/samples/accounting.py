@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import get_args
 
 import numpy as np
@@ -37,7 +37,7 @@ def trained_parts(row: Row) -> tuple[SamplePart, ...]:
     starts = np.cumsum([0, *(part.num_tokens for part in row.parts[:-1])])
     counts = np.add.reduceat(row.trained_T.astype(np.int64), starts).tolist()
     pairs = zip(row.parts, counts, strict=True)
-    return tuple(SamplePart(part.version, count) for part, count in pairs if count)
+    return tuple(replace(part, num_tokens=count) for part, count in pairs if count)
 
 
 def turn_rewards(samples: Sequence[Sample]) -> FloatArray | None:

@@ -45,6 +45,8 @@ from megarl.fleet.rank_groups import (
 )
 from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.train_layout import TrainLayout
+from megarl.recovery.engine_processes import EngineProcess, EngineProcesses
+from megarl.rollout.load_balancing import Capacity
 from megarl.training.batching import SampleRef, Update
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
@@ -105,20 +107,29 @@ class Step:
             self._ranks(kind, recipe, workers) for kind in (PolicyRanks, AuxiliaryRanks)
         )
         self.engines: Any = Engines.__new__(Engines)
-        engines = [
-            CountedEngine(f"engine {index}", hosts[index % len(hosts)], self)
+        processes: Any = EngineProcesses.__new__(EngineProcesses)
+        processes.engines = [
+            EngineProcess(
+                index=index,
+                slot=index,
+                shares=True,
+                worker=CountedEngine(f"engine {index}", hosts[index % len(hosts)], self),
+                state="ready",
+                capacity=Capacity(sequences=sys.maxsize, tokens=sys.maxsize),
+            )
             for index in range(num_engines)
         ]
         self.engines.__dict__.update(
-            _cluster=self.cluster, _recipe=recipe, workers=engines, _sharing=engines, _dealers={},
+            _cluster=self.cluster, _recipe=recipe, processes=processes, _balancers={},
             _history=EngineHistory(),
         )  # fmt: skip
 
     def _ranks(self, kind: type[Any], recipe: Recipe, workers: Sequence[Worker]) -> Any:
         ranks = object.__new__(kind)
         ranks.__dict__.update(
-            _cluster=self.cluster, _recipe=recipe, _shape=QWEN3_30B, _layout=self.layout, workers=workers,
-            _sharing=workers,
+            _cluster=self.cluster, _recipe=recipe, _shape=QWEN3_30B, _layout=self.layout,
+            processes=SimpleNamespace(workers=workers),
+            _shared=frozenset(worker.slot for worker in workers),
         )  # fmt: skip
         return ranks
 

@@ -31,12 +31,11 @@ class Counted(Worker):
     """A simulated rank in the process of another worker: its calls are counted, or weighed in place of being made."""
 
     def __init__(self, name: str, host: Worker, tally: Tally) -> None:
-        self.name, self._actor, self.watch_refs, self._tally = (
-            name,
-            host._actor,
-            host.watch_refs,
-            tally,
-        )
+        self.name = name
+        self.slot = host.slot
+        self._actor = host._actor
+        self.watch_refs = host.watch_refs
+        self._tally = tally
 
     def call(self, method: str, *args: Any) -> Any:
         return Unsent() if self._is_weighed(args) else super().call(method, *args)

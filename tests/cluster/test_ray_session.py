@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from megarl.cluster.actor import Pulses, Ref, Worker, answers, at_arrival, ray_nodes
-from megarl.cluster.ray_session import Cluster, WorkerFailed
+from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.ray_session import Cluster
 from megarl.config import PlacementConfig
-from megarl.types import UserError
+from megarl.types import FaultMember, SilentFault, UserError
 from megarl.types.remote import RemoteCall
 from tests.leftovers import left_since, shared_files
 
@@ -64,6 +65,9 @@ class Target:
     def error(self) -> None:
         raise UserError("reward.function", "returned nan", "return a finite number")
 
+    def find_fault(self) -> None:
+        raise SilentFault("replicas", "differed", [FaultMember(3)])
+
     def hang_or_raise(self, rank: int) -> None:
         if self.rank == rank:
             raise ValueError("first line\nthe cause")
@@ -74,6 +78,10 @@ class Target:
 
     def hang(self) -> None:
         time.sleep(600)
+
+    def spawn(self) -> int:
+        """A child process that outlives nobody's patience; its id."""
+        return subprocess.Popen(["sleep", "600"]).pid
 
     def wait_for(self, file: Path) -> int:
         while not file.exists():
@@ -252,6 +260,13 @@ def test_a_user_error_arrives_as_itself(cluster: Cluster, workers: list[Worker])
     assert (caught.value.where, caught.value.hint) == ("reward.function", "return a finite number")
 
 
+def test_a_silent_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker]):
+    """It is no worker's failure: the ranks that raise it tell of another."""
+    with pytest.raises(SilentFault) as caught:
+        ask(cluster, workers, "find_fault")
+    assert caught.value.members == (FaultMember(3),)
+
+
 def test_a_library_that_cannot_be_loaded_is_the_installations_fault(cluster: Cluster):
     """What `import torch` raises where CUDA's libraries are another release's."""
     (node,) = ray_nodes(cluster.host)
@@ -337,18 +352,92 @@ def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker])
 def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):
     placements = cluster.placements(workers, PlacementConfig(gpus=2))
     assert [placement.address for placement in placements] == cluster.nodes * 2
-    cluster.nodes[0], right = "127.0.0.9", cluster.nodes[0]
+    (node,) = cluster._slots.in_use
+    cluster._slots.in_use[0] = replace(node, address="127.0.0.9")
     with pytest.raises(
-        RuntimeError, match=rf"rank 0 of GPU slot 0 is on {right}, not on 127\.0\.0\.9"
+        RuntimeError, match=rf"rank 0 of GPU slot 0 is on {node.address}, not on 127\.0\.0\.9"
     ):
         cluster.placements(workers, PlacementConfig(gpus=2))
-    cluster.nodes[0] = right
+    cluster._slots.in_use[0] = node
 
 
 def test_calls_settle_when_each_has_ended_well_or_not(cluster: Cluster, workers: list[Worker]):
     calls = {workers[0].call("error"): "rank 0", workers[1].call("add", 1): "rank 1"}
     assert cluster.settle(calls)
     assert cluster.gather({ref: name for ref, name in calls.items() if name == "rank 1"}) == [2]
+
+
+@pytest.fixture
+def replaceable(cluster: Cluster) -> Iterator[tuple[Worker, int, list[Exception]]]:
+    """A worker whose loss does not end the run, its process id, and the causes that its owner is told."""
+    causes: list[Exception] = []
+    worker = cluster.worker("engine 0", 0, causes.append)
+    (pid,) = cluster.gather({worker.start(TARGET, 7): worker.name})
+    yield worker, pid, causes
+    cluster.end(worker)
+
+
+def test_the_owner_of_a_replaceable_worker_is_told_of_its_death_while_others_are_waited_for(
+    cluster: Cluster,
+    workers: list[Worker],
+    replaceable: tuple[Worker, int, list[Exception]],
+    tmp_path: Path,
+):
+    worker, pid, causes = replaceable
+    pending = worker.call("hang")
+    waited_for = workers[0].call("wait_for", tmp_path / "told")
+    os.kill(pid, signal.SIGKILL)
+    while not causes:
+        cluster.gather({workers[1].call("add", 1): "rank 1"})
+    assert [str(cause) for cause in causes] == ["engine 0: its process died"]
+    (tmp_path / "told").touch()
+    assert cluster.gather({waited_for: "rank 0"}) == [0]
+    (lost,) = cluster.outcomes({pending: worker.name})
+    assert str(lost) == "engine 0: its process died"
+    with pytest.raises(WorkerFailed, match="its process died") as caught:
+        cluster.gather({pending: worker.name})
+    assert caught.value.worker == "engine 0", "who must have an answer does not get one"
+    assert len(causes) == 1
+
+
+def test_calls_of_a_replaceable_worker_settle_when_it_dies(
+    cluster: Cluster, workers: list[Worker], replaceable: tuple[Worker, int, list[Exception]]
+):
+    worker, pid, causes = replaceable
+    calls = {worker.call("hang"): worker.name, workers[1].call("add", 1): "rank 1"}
+    os.kill(pid, signal.SIGKILL)
+    assert cluster.settle(calls)
+    assert len(causes) == 1
+
+
+def test_a_replaceable_worker_that_raises_something_else_ends_the_wait(
+    cluster: Cluster, replaceable: tuple[Worker, int, list[Exception]]
+):
+    worker, _, causes = replaceable
+    with pytest.raises(UserError, match="returned nan"):
+        cluster.outcomes({worker.call("error"): worker.name})
+    assert causes == []
+
+
+def test_a_stopped_worker_is_given_up_soon_and_killed_with_its_children(
+    cluster: Cluster,
+    workers: list[Worker],
+    replaceable: tuple[Worker, int, list[Exception]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    worker, pid, causes = replaceable
+    monkeypatch.setattr(cluster, "_quick_pulses", Pulses(BOUND_S))
+    child = cluster.gather({worker.call("spawn"): worker.name})[0]
+    ask(cluster, workers, "work", BOUND_S / 2)  # pulses came meanwhile
+    os.kill(pid, signal.SIGSTOP)
+    while not causes:
+        cluster.gather({workers[1].call("work", BOUND_S / 2): "rank 1"})
+    assert re.fullmatch(
+        rf"engine 0 \(pid {pid}\) has not answered for \d+ s: a signal stopped it", str(causes[0])
+    )
+    cluster.end(worker)
+    assert not psutil.pid_exists(pid)
+    assert not psutil.pid_exists(child)
 
 
 def _program(program: str, argument: str, marker: Path) -> subprocess.CompletedProcess[str]:
@@ -363,7 +452,8 @@ import os, signal, sys
 from megarl.cluster.processes import raise_on_sigterm
 raise_on_sigterm()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-from megarl.cluster.ray_session import Cluster, WorkerFailed
+from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.ray_session import Cluster
 with Cluster(2) as cluster:
     workers = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
     pids = cluster.gather({w.start("test_ray_session:Target", rank): w.name for rank, w in enumerate(workers)})
@@ -405,7 +495,8 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(
 _ONE_SESSION = """
 import os, signal, sys
 import psutil
-from megarl.cluster.ray_session import Cluster, WorkerFailed
+from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.ray_session import Cluster
 try:
     with Cluster(1, say=print) as cluster:
         worker = cluster.worker("rank 0", 0)

@@ -104,11 +104,10 @@ def suggested(error: UserError) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe_path",
-    [QUICKSTART, pytest.param(LONGEST, marks=pytest.mark.slow)],
-    ids=lambda path: path.name,
+    ("recipe_path", "way"),
+    [(QUICKSTART, "override"), pytest.param(LONGEST, "yaml", marks=pytest.mark.slow)],
+    ids=["override", "yaml"],
 )
-@pytest.mark.parametrize("way", ["yaml", "override"])
 def test_every_key_misspelt_by_one_letter_is_refused_with_the_right_key(
     recipe_path: Path, way: str, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """The recipes that are shipped: each, and each with its overlays, is good as far as this machine can tell.
 
-What costs time and is the same in several recipes (an exchange, a judge's start) is computed once for all of them.
+What costs time and is the same in several recipes (the check of an exchange, a judge's start) is computed once for all
+of them; the traffic of an exchange once for engines of a kind.
 """
 
 from __future__ import annotations
@@ -110,13 +111,18 @@ def once() -> Iterator[None]:
         )
         return exchange, roles.policy.layout, roles.policy.lora, roles.engines
 
+    def kinds(roles: Roles, *_: Any) -> Any:
+        """tests/plan plans the exchange of each recipe by night."""
+        engines = roles.engines
+        return roles.recipe.model.path, roles.policy.lora, engines.tp, engines.fp8
+
     def judge(recipe: Recipe, prompts: Any) -> Any:
         return recipe.reward.model_dump_json(), bool(prompts)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
         patch.setattr(
-            dry_run, "_reshard", kept(lambda *arguments: list(_reshard(*arguments)), places)
+            dry_run, "_reshard", kept(lambda *arguments: list(_reshard(*arguments)), kinds)
         )
         patch.setattr(layout_checks, "reshard_errors", kept(layout_checks.reshard_errors, places))
         patch.setattr(

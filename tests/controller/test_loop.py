@@ -76,7 +76,9 @@ class Fleet:
         self.calls: list[str] = []
         self.version, self.attempts, self.reward_model = 1, 1, None
         self.finished, self.rewards = True, [1.0, 0.0]
-        self.engines = SimpleNamespace(begin=self.begin)
+        self.engines = SimpleNamespace(
+            begin=self.begin, processes=SimpleNamespace(engines=["engine 0"])
+        )
         self.trainers = SimpleNamespace(
             compute_logprobs=self.compute_logprobs,
             train=self.train,
@@ -160,7 +162,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             return {"memory/after_save_bytes": 1.0}
 
         saver: Any = SimpleNamespace(
-            begin=begin, leave_if_wanted=lambda: None, settle=lambda step: fleet.calls.append(f"settle {step}"),
+            begin=begin, leave_within_step=lambda: None, settle=lambda step: fleet.calls.append(f"settle {step}"),
             is_due=lambda step: recipe.checkpoint.every is not None,
         )  # fmt: skip
         prompts = SimpleNamespace(
@@ -181,6 +183,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             saver=saver,
             log=log,
             prompts_per_step=recipe.rollout.prompts_per_step,
+            repetition=None,
         )
         return run, fleet
 
@@ -393,7 +396,7 @@ def test_a_wish_to_end_is_heard_before_each_phase(made: Any) -> None:
         if wish := next(wishes):
             raise wish
 
-    run.saver.leave_if_wanted = leave
+    run.saver.leave_within_step = leave
     fleet.rewards = [1.0, 1.0]  # of which dynamic sampling keeps no group
     with pytest.raises(EndedEarly):
         step(run, 4)

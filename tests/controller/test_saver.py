@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +28,23 @@ from megarl.controller.resuming import (
 )
 from megarl.controller.saver import Saver
 from megarl.data.streams import MixedStream, PromptStream
+from megarl.disk import writing
 from megarl.fleet.rank_groups import GroupBuffer
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
-from megarl.types import EndedEarly, GroupSummary, Prompt, SamplePart, UserError, UserErrors
+from megarl.types import (
+    DiskFault,
+    Drained,
+    EndedEarly,
+    GroupSummary,
+    Prompt,
+    SamplePart,
+    UserError,
+    UserErrors,
+)
 from tests.samples.responses import response_rows
+from tests.small_disk import small_disk
+from tests.test_disk import fill
 
 EMPTY = GroupBuffer()
 SUMMARY: Any = "summary"
@@ -47,6 +60,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.are_slow = False
         self._folder = Path()
 
     def save(self, folder: Path) -> None:
@@ -55,7 +69,8 @@ class Ranks:
 
     def finish_save(self) -> dict[str, Any]:
         self.calls.append("finish")
-        (self._folder / "rank-0.pt").write_bytes(b"weights")
+        with writing(self._folder.parent, "a checkpoint"):
+            (self._folder / "rank-0.pt").write_bytes(b"weights")
         return {}
 
     def load(self, folder: Path) -> None:
@@ -67,6 +82,9 @@ class Fleet(SimpleNamespace):
         self.saved = buffer
         self.trainers.save(folder)
         return {"rank-1.pt": 1}, {"memory/before_critic_bytes": 2.0}
+
+    def has_saved(self) -> bool:
+        return not self.trainers.are_slow
 
     def finish_save(self, digests: dict[str, Any]) -> dict[str, Any]:
         assert digests == {"rank-1.pt": 1}, "as `save` returned them"
@@ -91,6 +109,8 @@ class Runs:
         self.folder.mkdir()  # as the run's log makes it, before anything is saved
         self.fleet: Any = Fleet(trainers=Ranks(), version=3, attempts=5, summaries=None)
         self.calls: list[str] = self.fleet.trainers.calls
+        self.say: Callable[[str], None] = pytest.fail
+        self.drain: Any = None
         self._keys = [f"model.path={model}", f"run.dir={folder}", "run.name=try"]
 
     def recipe(self, *overrides: str) -> Recipe:
@@ -101,7 +121,7 @@ class Runs:
     def saver(self, *overrides: str, prompts: PromptStream | None = None) -> Saver:
         recipe = self.recipe(*overrides)
         self.fleet.roles = resolve(recipe)
-        return Saver(recipe, self.fleet, prompts or stream(), self.folder, pytest.fail)
+        return Saver(recipe, self.fleet, prompts or stream(), self.folder, self.say, self.drain)
 
     def all(self, *overrides: str, prompts: PromptStream | None = None) -> None:
         """All steps of a run."""
@@ -293,7 +313,7 @@ def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(runs:
 def test_the_readings_of_memory_are_those_of_a_checkpoint_that_is_begun(runs: Runs) -> None:
     saver = runs.saver()
     assert saver.begin(3, EMPTY) == {}
-    assert saver.begin(4, EMPTY) == {"memory/before_critic_bytes": 2.0}
+    assert saver.begin(4, EMPTY) == {"memory/before_critic_bytes": 2.0, "checkpoint/failed": 0}
 
 
 def test_no_checkpoints_unless_they_are_asked_for(runs: Runs) -> None:
@@ -380,6 +400,14 @@ def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(runs: Runs) -> 
     assert progress_of(replace(snapshot, run=renamed)) == progress_of(snapshot)
 
 
+def test_a_checkpoint_says_its_format_and_one_without_is_of_the_first(runs: Runs) -> None:
+    runs.all()
+    snapshot = runs.find()
+    assert snapshot.run["format"] == progress_of(snapshot).format == 2
+    first = {key: value for key, value in snapshot.run.items() if key != "format"}
+    assert progress_of(replace(snapshot, run=first)).format == 1
+
+
 STATE = BufferState.of(EMPTY)
 
 
@@ -396,6 +424,13 @@ STATE = BufferState.of(EMPTY)
         ({"buffer": STATE | {"streams": {"x": [1]}}}, 'has "x" as streams.x.[key] in its state'),
         ({"buffer": STATE | {"streams": {"0": None}}}, "has null as streams.0 in its state"),
         ({"color": "blue"}, "was written by another version of megarl"),
+        (
+            {"format": 3, "color": "blue"},
+            "is a checkpoint of format 3, and this version reads 1 to 2; "
+            "use the version of megarl that wrote it, or another run",
+        ),
+        ({"format": 0}, "is a checkpoint of format 0, and this version reads 1 to 2"),
+        ({"format": "2"}, 'has "2" as format in its state'),
     ],
 )
 def test_a_state_that_somebody_changed_is_refused_in_one_line(
@@ -434,6 +469,48 @@ def test_a_failure_does_not_cost_what_was_begun_before(runs: Runs) -> None:
     assert runs.find().step == 4
 
 
+def test_what_lost_ranks_were_writing_is_written_again_in_its_step(runs: Runs) -> None:
+    """With the state of the run as it was then, whatever the run has done since."""
+    prompts = stream()
+    saver = runs.saver(prompts=prompts)
+    prompts.take(3)
+    saver.begin(4, EMPTY)
+    saver.settle(4)
+    runs.fleet.version += 1
+    prompts.take(3)
+    saver.begin(5, EMPTY)
+    saver.set_aside()
+    assert not [*(runs.folder / FOLDER).iterdir()] and saver.saved is None
+    saver.rescue()
+    saver.save_again(3)
+    assert runs.calls == ["save .step-000004"], "it is of another step"
+    saver.save_again(4)
+    assert runs.calls[1:] == ["save .step-000004", "finish"]
+    saver.save_again(4)
+    assert len(runs.calls) == 3, "it is there"
+    then = progress_of(runs.find())
+    assert (then.step, then.version, then.prompts_taken) == (4, 3, 3)
+    assert saver.saved and (saver.saved.step, saver.saved.version) == (4, 4)
+    assert saver.saved.folder == (runs.folder / FOLDER / "step-000004").absolute()
+
+
+def test_a_run_that_goes_back_saves_what_it_goes_back_to(
+    runs: Runs, end_wanted: list[bool]
+) -> None:
+    """After a wish to end; and nothing before its first step."""
+    prompts = stream()
+    saver = runs.saver(prompts=prompts)
+    saver.begin(4, EMPTY)
+    saver.go_back(3, EMPTY)
+    end_wanted.append(True)
+    with pytest.raises(EndedEarly, match="the checkpoint of step 3"):
+        saver.leave_if_wanted()
+    assert runs.find().step == 3
+    saver.go_back(0, EMPTY)
+    with pytest.raises(EndedEarly, match="nothing new to save"):
+        saver.leave_if_wanted()
+
+
 def test_adapters_fit_the_weights_and_sizes_of_their_run(runs: Runs) -> None:
     rank = "lora.rank=4"
     runs.all(rank)
@@ -468,3 +545,167 @@ def test_a_checkpoint_that_was_not_all_begun_is_not_completed(
         one.leave_if_wanted()
     one.rescue()
     assert "finish" not in runs.calls
+
+
+@pytest.fixture
+def on_small_disk(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Runs, list[str]]]:
+    """Runs on a disk that a test fills, and what they say."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        runs = Runs(tiny_model, disk)
+        lines: list[str] = []
+        runs.say = lines.append
+        yield runs, lines
+
+
+def steps_of(saver: Saver, *steps: int) -> list[dict[str, float]]:
+    """The metrics of steps in a row, whose checkpoints take the prompts' place as they are."""
+    metrics = []
+    for step in steps:
+        metrics.append(saver.begin(step, EMPTY))
+        saver.settle(step)
+    return metrics
+
+
+def names(runs: Runs) -> list[str]:
+    return sorted(path.name for path in (runs.folder / FOLDER).iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_run_goes_on_without_a_checkpoint_that_a_full_disk_does_not_take(
+    on_small_disk: tuple[Runs, list[str]], asynchronous: str
+) -> None:
+    runs, lines = on_small_disk
+    saver = runs.saver(f"checkpoint.asynchronous={asynchronous}", "checkpoint.every=2")
+    steps_of(saver, 1, 2, 3)
+    filler = fill(runs.folder)
+    steps_of(saver, 4, 5)
+    assert names(runs) == ["step-000002"], "no half of one"
+    (line,) = lines
+    count = "1 in a row, of which checkpoint.may_fail allows 2"
+    problem = f"run.dir: no space left in {runs.folder}"
+    assert line.startswith(f"the run goes on without the checkpoint of step 4 ({count}): {problem}")
+    filler.unlink()
+    metrics = steps_of(saver, 6, 7, 8)
+    name = "checkpoint/failed"
+    assert [record[name] for record in metrics if name in record] == [1, 0]
+    assert {"step-000002", "step-000006"} <= {*names(runs)} and len(lines) == 1
+
+
+def test_a_run_ends_where_a_checkpoint_is_not_written_once_too_often(
+    on_small_disk: tuple[Runs, list[str]],
+) -> None:
+    runs, lines = on_small_disk
+    saver = runs.saver(
+        "checkpoint.asynchronous=false", "checkpoint.every=1", "checkpoint.may_fail=1"
+    )
+    fill(runs.folder)
+    steps_of(saver, 1)
+    assert len(lines) == 1
+    told = r"run.dir: no space left in .* \(2 in a row, of which checkpoint.may_fail allows 1\); make room there"
+    with pytest.raises(DiskFault, match=told):
+        steps_of(saver, 2)
+
+
+def test_without_its_last_checkpoint_a_run_has_failed(
+    on_small_disk: tuple[Runs, list[str]],
+) -> None:
+    runs, lines = on_small_disk
+    saver = runs.saver()
+    fill(runs.folder)
+    with pytest.raises(DiskFault, match=r"no space left in .*; make room there"):
+        steps_of(saver, 9)
+    assert lines == [] and names(runs) == []
+
+
+def test_a_wish_to_end_writes_the_checkpoint_that_a_full_disk_did_not_take(
+    on_small_disk: tuple[Runs, list[str]], end_wanted: list[bool]
+) -> None:
+    runs, lines = on_small_disk
+    saver = runs.saver("checkpoint.asynchronous=false")
+    filler = fill(runs.folder)
+    steps_of(saver, 4)
+    end_wanted.append(True)
+    with pytest.raises(DiskFault, match="no space left"):
+        saver.leave_if_wanted()
+    filler.unlink()
+    with pytest.raises(EndedEarly, match="the checkpoint of step 4 is complete"):
+        saver.leave_if_wanted()
+    assert names(runs) == ["step-000004"] and len(lines) == 1
+
+
+def test_a_slow_disk_is_waited_for_when_the_next_checkpoint_is_due(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    runs.say = lines.append
+    monkeypatch.setattr("megarl.controller.saver._LONG_WAIT_S", 0.0)
+    runs.fleet.trainers.are_slow = True
+    saver = runs.saver()
+    first, *later = steps_of(saver, 4, 5, 6, 7)
+    assert "checkpoint/waited_s" not in first and later == [{}, {}, {}]
+    assert runs.calls == ["save .step-000004"]
+    (metrics,) = steps_of(saver, 8)
+    assert metrics["checkpoint/waited_s"] > 0
+    assert runs.calls == ["save .step-000004", "finish", "save .step-000008"]
+    (line,) = lines
+    waited = "the checkpoint of step 8 waited 0 s for the files of that of step 4: the disk of "
+    assert line.startswith(waited) and line.endswith("is slow for checkpoint.every (4)")
+
+
+class Requests:
+    """Those of `megarl drain`, as a run sees them."""
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+
+    def decline(self) -> None:
+        self.is_wanted = False
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_drained_run_finishes_its_step_and_saves_it(runs: Runs, asynchronous: str) -> None:
+    """In its place in the step, although none is due; the phases of the step are not cut."""
+    runs.drain = Requests()
+    saver = runs.saver("checkpoint.every=null", f"checkpoint.asynchronous={asynchronous}")
+    saver.leave_if_wanted()
+    steps_of(saver, 1)
+    saver.leave_if_wanted()
+    runs.drain.is_wanted = True
+    saver.leave_within_step()
+    steps_of(saver, 2)
+    with pytest.raises(
+        Drained, match="ended by megarl drain, the checkpoint of step 2 is complete"
+    ):
+        saver.leave_if_wanted()
+    assert runs.calls == ["save .step-000002", "finish"]
+    assert runs.find("checkpoint.every=null").step == 2
+
+
+def test_a_run_that_is_drained_after_its_step_saved_or_before_its_first(runs: Runs) -> None:
+    runs.drain = Requests()
+    saver = runs.saver("checkpoint.every=null")
+    steps_of(saver, 1)
+    runs.drain.is_wanted = True
+    with pytest.raises(Drained, match="step 1 is complete"):
+        saver.leave_if_wanted()
+    with pytest.raises(Drained, match="nothing new to save"):
+        runs.saver().leave_if_wanted()
+
+
+def test_a_drained_run_goes_on_where_the_disk_does_not_take_its_step(
+    on_small_disk: tuple[Runs, list[str]],
+) -> None:
+    runs, lines = on_small_disk
+    runs.drain = Requests()
+    saver = runs.saver("checkpoint.every=null")
+    runs.drain.is_wanted = True
+    filler = fill(runs.folder)
+    steps_of(saver, 1)
+    saver.leave_if_wanted()
+    assert not runs.drain.is_wanted
+    assert "without that checkpoint the step would be lost" in lines[-1] and len(lines) == 2
+    filler.unlink()
+    steps_of(saver, 2)
+    runs.drain.is_wanted = True
+    with pytest.raises(Drained, match="step 2 is complete"):
+        saver.leave_if_wanted()

@@ -64,6 +64,8 @@ def test_a_stream_goes_on_from_the_number_of_prompts_taken(
     second.skip_to(second.taken + skip)
     first.take(skip)
     assert second.take(9) == first.take(9)
+    second.rewind()
+    assert (second.taken, second.take(99)) == (0, mixed(weights, seed).take(99))
 
 
 def test_each_file_has_epochs_of_its_own() -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.ray_session import WorkerFailed
+from megarl.cluster.calls import WorkerFailed
 from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.step_fit import EngineHistory
 from megarl.model.lora_pairs import LoraSize
+from megarl.recovery.engine_processes import EngineProcess
 from megarl.resharding.member import Stats
 from megarl.rollout.load_balancing import Capacity
 from megarl.samples.buffer import PartialGroup, PartialSummary, RolloutBuffer
@@ -35,6 +36,7 @@ class Cluster:
 
     def __init__(self, failures: int, alive: bool) -> None:
         self.failures, self.alive = failures, alive
+        self.engines: Any = None
 
     def gather(self, calls: dict[Any, str]) -> None:
         if self.failures:
@@ -42,15 +44,37 @@ class Cluster:
             raise WorkerFailed("engine 0: broken off", "traceback")
 
     def settle(self, calls: dict[Any, str]) -> bool:
+        self.engines.settled()
         return self.alive
 
 
 class Engines:
-    """One engine; it takes the version of an exchange, or states `stuck`."""
+    """One engine; it takes the version of an exchange, or states `stuck`. `losses`: exchanges in which it is lost."""
 
-    def __init__(self, stuck: int | None = None) -> None:
+    def __init__(self, stuck: int | None = None, losses: int = 0) -> None:
         self.stuck, self.asked, self.steps = stuck, [], []
-        self.workers = [SimpleNamespace(name="engine 0", call=self.call)]
+        self.losses = losses
+        self.processes = self
+        worker: Any = SimpleNamespace(name="engine 0", call=self.call)
+        self.engines = [EngineProcess(0, 0, True, worker, state="ready", has_session=True)]
+        self.num_lost = 0
+        self.firsts: list[bool] = []
+
+    def restore(self) -> None:
+        if self.engines[0].state == "lost":
+            self.engines[0].state = "empty"
+
+    def filled(self) -> None:
+        self.engines[0].state = "ready"
+        self.engines[0].has_session = True
+
+    def settled(self) -> None:
+        """While the other calls of an exchange that has failed come to their end."""
+        if self.losses:
+            self.losses -= 1
+            self.num_lost += 1
+            self.engines[0].state = "lost"
+            self.engines[0].has_session = False
 
     def call(self, method: str, message: dict[str, Any], version: int) -> object:
         self.asked.append((version, message["attempt"]))
@@ -59,8 +83,6 @@ class Engines:
 
     def versions(self) -> list[int]:
         return [self.asked[-1][0] if self.stuck is None else self.stuck]
-
-    def check(self) -> None: ...
 
 
 def policy() -> SimpleNamespace:
@@ -74,6 +96,8 @@ def made(
 ) -> tuple[Fleet, list[str], list[str]]:
     """A fleet with fakes around it, the lines that it prints, and the phases that it hands the memory over to."""
     monkeypatch.setattr(fleet, "collect_stats", lambda *_: STATS)
+    monkeypatch.setattr(fleet, "abandon", lambda *_: None)
+    cluster.engines = engines
     bare_fleet, lines, phases = Fleet.__new__(Fleet), [], []
 
     def onload_for(phase: str) -> dict[str, float]:
@@ -81,14 +105,18 @@ def made(
         return {f"memory/before_{phase}_bytes": 1.0}
 
     bare_fleet.__dict__.update(
-        _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
-        _have_sessions=True,
-        memory=SimpleNamespace(phase="train", onload_for=onload_for), _say=lines.append, _store=None, _run_id="run",
+        _cluster=cluster, engines=engines, version=3, attempts=4,
+        trainers=SimpleNamespace(workers=[], processes=SimpleNamespace(loss=None)),
+        _num_lost=0,
+        memory=SimpleNamespace(phase="train", onload_for=onload_for), say=lines.append, _store=None, _run_id="run",
         roles=SimpleNamespace(num_members=1, policy=policy()),
         _sessions=SimpleNamespace(
             trainers={},
-            engine_message=lambda index, version, attempt, first, steps: {"attempt": attempt, "steps": steps},
+            engine_message=lambda index, version, attempt, first, steps: engines.firsts.append(first) or {
+                "attempt": attempt, "steps": steps
+            },
         ),
+        _open_sessions=lambda: bare_fleet._sessions,
     )  # fmt: skip
     return bare_fleet, lines, phases
 
@@ -100,12 +128,50 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
     bare_fleet, lines, phases = made(monkeypatch, Cluster(failures=1, alive=True), engines)
     assert bare_fleet.reshard() == (
         STATS,
-        {"memory/before_reshard_bytes": 1.0, "memory/before_rollout_bytes": 1.0},
+        {
+            "memory/before_reshard_bytes": 1.0,
+            "memory/before_rollout_bytes": 1.0,
+            "recovery/engines_lost": 0,
+        },
     )
     assert engines.asked == [(4, 5), (4, 6)]
     assert (bare_fleet.version, bare_fleet.attempts) == (4, 6)
-    assert lines == ["the reshard to version 4 failed and is tried once more: engine 0: broken off"]
+    assert lines == ["the reshard to version 4 failed and is repeated: engine 0: broken off"]
     assert phases == ["reshard", "rollout"]
+
+
+def test_an_exchange_is_repeated_as_often_as_an_engine_is_lost_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine that was started anew gets the session; how often it may be lost is the matter of its restarts."""
+    engines = Engines(losses=3)
+    bare_fleet, lines, _ = made(monkeypatch, Cluster(failures=3, alive=True), engines)
+    bare_fleet.reshard()
+    assert engines.asked == [(4, 5), (4, 6), (4, 7), (4, 8)]
+    assert engines.firsts == [False, True, True, True]
+    assert (bare_fleet.version, len(lines)) == (4, 3)
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_what_engines_have_read_of_ranks_that_died_meanwhile_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Whether the exchange has failed or not: it is repeated with new ranks, by whoever brings them back."""
+    engines = Engines()
+    cluster = Cluster(failures=failures, alive=True)
+    bare_fleet, lines, _ = made(monkeypatch, cluster, engines)
+    cause = WorkerFailed("training rank 1: its process died", "traceback", "training rank 1")
+    exchange = cluster.gather
+
+    def die(calls: dict[Any, str]) -> None:
+        processes: Any = bare_fleet.trainers.processes
+        processes.loss = SimpleNamespace(cause=cause)
+        exchange(calls)
+
+    cluster.gather = die  # type: ignore[method-assign]
+    with pytest.raises(WorkerFailed, match="training rank 1"):
+        bare_fleet.reshard()
+    assert (bare_fleet.version, len(engines.asked), lines) == (3, 1, [])
 
 
 def test_engines_get_the_frozen_weights_until_they_have_them(
@@ -113,7 +179,7 @@ def test_engines_get_the_frozen_weights_until_they_have_them(
 ) -> None:
     engines = Engines()
     bare_fleet, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
-    bare_fleet.__dict__.update(_have_sessions=False)
+    engines.engines[0].has_session = False
     of_policy: Any = bare_fleet.roles.policy
     of_policy.lora = LoraSize(2, 2, 4.0, (), sync="adapters")
     bare_fleet.reshard()
@@ -148,7 +214,11 @@ def test_ranks_that_compute_with_merged_weights_round_them_once_for_a_version(
         rounded.append((version, len(engines.asked)))
         return of_ranks
 
-    bare_fleet.__dict__.update(trainers=SimpleNamespace(workers=[], round_weights=round_weights))
+    bare_fleet.__dict__.update(
+        trainers=SimpleNamespace(
+            workers=[], round_weights=round_weights, processes=SimpleNamespace(loss=None)
+        )
+    )
     of_policy: Any = bare_fleet.roles.policy
     of_policy.recipe = SimpleNamespace(
         lora=SimpleNamespace(sync="merged"), model=SimpleNamespace(dtype=dtype)
@@ -178,36 +248,38 @@ def test_an_engine_that_states_another_version_ends_the_run(
     assert (bare_fleet.version, phases) == (3, ["reshard"])
 
 
-def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It learns from each round how long responses are, and the engines are asked for their capacity once."""
-    dealers, asked = [], []
+def test_all_rounds_have_one_balancer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns from each round how long responses are."""
+    balancers = []
 
     def sampling_phase(
-        cluster: Any, workers: Any, balancer: Any, groups: int, entries: Any, *others: Any
+        cluster: Any,
+        processes: Any,
+        engines: Any,
+        balancer: Any,
+        groups: int,
+        entries: Any,
+        *others: Any,
     ) -> Any:
-        dealers.append(balancer)
-        return SimpleNamespace(begin=lambda: None, result=lambda: (entries, groups, len(workers)))
-
-    def call_all(workers: Any, method: str) -> list[Capacity]:
-        asked.append(method)
-        return [Capacity(4, 100)] * len(workers)
+        balancers.append(balancer)
+        return SimpleNamespace(begin=lambda: None, result=lambda: (entries, groups, len(engines)))
 
     monkeypatch.setattr(engines, "SamplingPhase", sampling_phase)
     bare_engines: Any = engines.Engines.__new__(engines.Engines)
-    engine = SimpleNamespace(dp=2)
+    worker: Any = object()
+    processes = [EngineProcess(index, index, index == 0, worker) for index in range(3)]
     bare_engines.__dict__.update(
-        _cluster=SimpleNamespace(call_all=call_all), workers=[object()] * 3, _with_own_gpus=[object()] * 2, _dealers={},
-        _recipe=SimpleNamespace(rollout=SimpleNamespace(engine=engine)), _history=EngineHistory(),
+        _cluster=None, processes=SimpleNamespace(engines=processes), _balancers={}, _history=EngineHistory(),
+        _recipe=SimpleNamespace(rollout=SimpleNamespace(engine=SimpleNamespace(dp=2))),
     )  # fmt: skip
     results = [bare_engines.begin([name], Sampling(4, 8)).result() for name in "ab"]
     assert results == [(["a"], 2, 3), (["b"], 2, 3)]
-    assert asked == ["capacity"]
-    assert dealers[0] is dealers[1]
+    assert balancers[0] is balancers[1]
     ahead = [
         bare_engines.begin([name], Sampling(4, 8), beside_training=True).result() for name in "ab"
     ]
     assert ahead == [(["a"], 2, 2), (["b"], 2, 2)], "on the engines with GPUs of their own"
-    assert asked == ["capacity"] * 2 and dealers[2] is dealers[3] is not dealers[0]
+    assert balancers[2] is balancers[3] is not balancers[0]
 
 
 class Starts:
@@ -218,16 +290,18 @@ class Starts:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def worker(self, name: str, slot: int) -> Any:
+    def worker(self, name: str, slot: int, on_loss: object) -> Any:
         return SimpleNamespace(
-            name=name, start=lambda *_: self.seen.append(f"start {name}") or name
+            name=name,
+            start=lambda *_: self.seen.append(f"start {name}") or name,
+            watch=lambda _: None,
         )
 
     def gather(self, calls: dict[Any, str]) -> None:
         self.seen.append(f"await {' '.join(calls.values())}")
 
     def call_all(self, workers: list[Any], method: str) -> list[Any]:
-        return []
+        return [Capacity(4, 100)] * len(workers)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +363,7 @@ def test_a_buffer_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None
     ranks = SimpleNamespace(save=lambda _: None, load=lambda _: None)
     bare_fleet.__dict__.update(
         _cluster=SimpleNamespace(put=lambda group: group, gather=lambda calls: [held.group for held in calls]),
-        trainers=ranks, critic=None, onload_for=lambda _: {},
+        trainers=ranks, critic=None, onload_for=lambda _: {}, attempts=0,
         roles=SimpleNamespace(policy=SimpleNamespace(shape=SimpleNamespace(vocab_size=9))),
         _recipe=SimpleNamespace(rollout=SimpleNamespace(temperature=0.7)),
     )  # fmt: skip

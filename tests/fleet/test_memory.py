@@ -85,3 +85,26 @@ def test_critic_and_reward_model_have_their_phases():
         "resume_cache",
     ]
     assert {"memory/before_score_bytes", "memory/after_critic_bytes"} <= readings.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ([], ["release_memory"]),
+        (["train"], []),
+        (["train", "reshard"], ["resume_cache", "release_memory"]),
+        (["train", "reshard", "rollout"], ["release_memory"]),
+        (["score"], []),
+    ],
+)
+def test_memory_is_taken_from_the_engines_for_ranks_that_are_rebuilt(path, expected):
+    """Whoever computed before; then any phase of a step may follow."""
+    recorder = Recorder("rank")
+    scheduler = MemoryScheduler(recorder, recorder, recorder, recorder)
+    for phase in path:
+        scheduler.onload_for(phase)
+    before = len(recorder.calls)
+    scheduler.take_back()
+    assert recorder.calls[before:] == expected
+    for phase in ("score", "critic", "train", "reshard", "rollout"):
+        scheduler.onload_for(phase)

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.algos.statistics import GRAD_NORM
+from megarl.cluster.topology import DevicePlacement
 from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks
 from megarl.placement.roles import resolve
 from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, values_by_reader
 from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
-from megarl.types import FloatArray, Prompt, SampleGroup
+from megarl.training.row_diffs import RowDiffs
+from megarl.types import FaultMember, FloatArray, Prompt, SampleGroup, SilentFault
 from tests.plan import plans
 from tests.samples.responses import response
 
@@ -32,6 +35,9 @@ class Ref:
 class Rank:
     """Computes 10 x group + sample as the value of every token, and checks everything that it is given."""
 
+    grad_norm = 0.5
+    raising: int | None = None
+
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
@@ -43,7 +49,7 @@ class Rank:
         values = [np.full(ref.length, 10 * ref.group + ref.sample) for ref in refs]
         return TokenValuesResult([*values_by_reader(refs, values, call.readers)], self.rank)
 
-    def train(self, call: TrainCall[int | None]) -> list[dict[str, float]]:
+    def train(self, call: TrainCall[int | None]) -> list[dict[Any, Any]]:
         refs = self._checked(call.updates, call.groups)
         values_by_key: dict[Key, FloatArray] = {}
         for piece in call.token_values:
@@ -57,8 +63,13 @@ class Rank:
             )
         assert call.state in (None, self.rank)
         state = -1 if call.state is None else call.state
+        if self.rank == self.raising:
+            raise SilentFault("replicas", "differed", [FaultMember(5)])
         metrics = {f"rank {self.rank}": call.lr, "state": state, "values": len(values_by_key)}
-        return [metrics] * len(call.updates)
+        return [metrics | {GRAD_NORM: (self.grad_norm,)} for _ in call.updates]
+
+    def row_diffs(self) -> RowDiffs:
+        return RowDiffs(np.array([[self.rank, 0, 0]]), np.zeros(1, np.float32))
 
     def _checked(
         self, updates: Sequence[Update], by_id: Mapping[int, SampleGroup]
@@ -75,16 +86,19 @@ class Rank:
 
 
 class Worker:
-    def __init__(self, name: str) -> None:
-        self.name, self.returned = name, 0
+    def __init__(self, name: str, slot: int) -> None:
+        self.name, self.slot, self.returned = name, slot, 0
 
     def start(self, target: str, rank: int, *_: Any) -> Ref:
-        self._rank = Rank(rank)
+        self.rank = Rank(rank)
         return Ref(None)
 
     def call(self, method: str, call: Any) -> Ref:
         arguments = {field.name: arrived(getattr(call, field.name)) for field in fields(call)}
-        return Ref(getattr(self._rank, method)(replace(call, **arguments)))
+        try:
+            return Ref(getattr(self.rank, method)(replace(call, **arguments)))
+        except SilentFault as fault:
+            return Ref(fault)
 
     def call_many(self, count: int, method: str, call: Any) -> list[Ref]:
         results = [*self.call(method, call).value]
@@ -108,14 +122,24 @@ def arrived(value: Any) -> Any:
 class Cluster:
     host = "127.0.0.1"
 
-    def worker(self, name: str, slot: int) -> Worker:
-        return Worker(name)
+    def worker(self, name: str, slot: int, on_loss: object) -> Worker:
+        return Worker(name, slot)
+
+    def placements(self, workers: Sequence[Worker], _: Any) -> list[DevicePlacement]:
+        return [DevicePlacement("gpu-17", "10.0.0.5", "", "") for _ in workers]
+
+    def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
+        return [getattr(worker.rank, method)() for worker in workers]
 
     def put(self, value: object) -> Ref:
         return Ref(value)
 
     def gather(self, calls: dict[Ref, str]) -> list[Any]:
-        return [ref.value for ref in calls]
+        results = [ref.value for ref in calls]
+        for result in results:
+            if isinstance(result, SilentFault):
+                raise result
+        return results
 
     def await_all(self, calls: dict[Ref, str]) -> None: ...
 
@@ -189,3 +213,39 @@ def test_a_step_without_an_auxiliary_model_has_neither(
     refs, groups = samples()
     updates: Any = policy.train("ppo", refs, groups, 0.5).updates
     assert [(metrics["state"], metrics["values"]) for metrics in updates] == [(-1, 0)] * UPDATES
+
+
+def test_the_fault_of_a_rank_gets_its_name_gpu_and_node(
+    ranks: tuple[PolicyRanks, AuxiliaryRanks],
+) -> None:
+    policy, _ = ranks
+    rank: Any = policy.workers[2]
+    rank.rank.raising = 2
+    with pytest.raises(SilentFault) as caught:
+        policy.train("ppo", *samples(), 0.5)
+    assert str(caught.value) == "training rank 5 (GPU 5 of gpu-17, 10.0.0.5) differed"
+
+
+def test_an_engines_fault_that_comes_while_ranks_train_is_not_a_ranks(
+    ranks: tuple[PolicyRanks, AuxiliaryRanks],
+) -> None:
+    policy, _ = ranks
+    fault = SilentFault("engine", "gave nothing", [FaultMember(1, "engine 1")])
+    assert policy.located(fault) is fault
+
+
+def test_all_ranks_have_the_same_norm_of_the_gradient_to_the_last_bit(
+    ranks: tuple[PolicyRanks, AuxiliaryRanks],
+) -> None:
+    policy, _ = ranks
+    rank: Any = policy.workers[6]
+    rank.rank.grad_norm = np.nextafter(0.5, 1.0)
+    with pytest.raises(SilentFault, match="training rank 6 .* another norm of the reduced grad"):
+        policy.train("ppo", *samples(), 0.5)
+
+
+def test_one_rank_reports_the_rows_of_each_data_parallel_rank(
+    ranks: tuple[PolicyRanks, AuxiliaryRanks],
+) -> None:
+    policy, _ = ranks
+    assert policy.row_diffs().keys[:, 0].tolist() == [4, 6]

@@ -11,6 +11,7 @@ import pytest
 from megarl.fleet import sampling_phase
 from megarl.fleet.sampling_phase import SamplingPhase
 from megarl.fleet.step_fit import EngineHistory
+from megarl.recovery.engine_processes import EngineProcess
 from megarl.rollout.load_balancing import Capacity, CompletedSample, RequestBalancer
 from megarl.samples.buffer import PartialSummary, RolloutBuffer
 from megarl.types import Prompt
@@ -21,12 +22,30 @@ class Cluster:
     """Engines that finish one sample in each call of `await_any`, engine 0's first, and score at the end."""
 
     def __init__(self, engines: int) -> None:
-        self.workers: Any = [self._worker(index) for index in range(engines)]
+        self.engines = [
+            EngineProcess(index, index, False, self._worker(index), state="ready")
+            for index in range(engines)
+        ]
+        self.lost: list[tuple[int, str]] = []
         # prompt and its tokens, a sample each
         self.running: list[list[tuple[str, int]]] = [[] for _ in range(engines)]
         self.sent: list[tuple[int, str, tuple[int, ...]]] = []
         self.most, self.now = 0, 0.0
         self.background: SamplingPhase | None = None
+
+    # what the phase asks of `EngineProcesses`
+
+    def labels(self) -> dict[Any, str]:
+        return {}
+
+    def take(self, ended: Any) -> None: ...
+
+    def lose(self, engine: EngineProcess, worker: Any, cause: Exception) -> None:
+        if engine.worker is worker and engine.state == "ready":
+            self.lost.append((engine.index, str(cause)))
+            engine.state = "lost"
+
+    # what it asks of `Cluster`
 
     def begin_background(self, work: SamplingPhase) -> None:
         self.background = work
@@ -51,7 +70,7 @@ class Cluster:
 
         return SimpleNamespace(name=f"engine {index}", call=call, call_many=call_many)
 
-    def await_any(self, labels: dict[Any, str]) -> list[Any]:
+    def await_any(self, labels: dict[Any, str], *, may_lose: bool = False) -> list[Any]:
         self.now += 1.0
         reports = [ref for ref in labels if ref[0] == "take_completed"]
         return [min(reports, key=lambda ref: ref[1])] if reports else [*labels]
@@ -61,6 +80,12 @@ class Cluster:
             self._finished(ref[1]) if ref[0] == "take_completed" else f"summary {ref[1]}"
             for ref in labels
         ]
+
+    def losses(self, labels: dict[Any, str]) -> dict[Any, Exception]:
+        return {}
+
+    def outcomes(self, labels: dict[Any, str]) -> list[Any]:
+        return self.gather(labels)
 
     def _finished(self, engine: int) -> list[CompletedSample]:
         _, tokens = self.running[engine].pop(0)
@@ -78,12 +103,17 @@ def round_of(
     samples: int,
     history: EngineHistory | None = None,
 ) -> SamplingPhase:
-    sampling, balancer = (
-        Sampling(samples, 400, with_baseline=True),
-        RequestBalancer([capacity] * 2, 400),
-    )
+    for engine in cluster.engines:
+        engine.capacity = capacity
     return SamplingPhase(
-        cluster, cluster.workers, balancer, 1, buffer.entries, sampling, history or EngineHistory()
+        cluster,
+        cluster,
+        cluster.engines,
+        RequestBalancer([None] * len(cluster.engines), 400),
+        1,
+        buffer.entries,
+        Sampling(samples, 400, with_baseline=True),
+        history or EngineHistory(),
     )
 
 
@@ -182,7 +212,7 @@ class Training(Cluster):
         self.scores = False
         self.seen: list[str] = []
 
-    def await_any(self, labels: dict[Any, str]) -> list[Any]:
+    def await_any(self, labels: dict[Any, str], *, may_lose: bool = False) -> list[Any]:
         if self.background:
             before, self.background = self.background, None
             open_calls: Any = before.labels
@@ -214,3 +244,58 @@ def test_in_the_background_a_round_goes_on_while_training_is_waited_for_and_rewa
     assert [entry.ref for entry in entries] == [f"group {index}" for index in range(6)]
     assert cluster.background is None
     assert phase.sampled_s == sampled_s > 0, "verdicts are no time of engines"
+
+
+class Failing(Cluster):
+    """Engine 1 is lost in its second call of `await_any` that hears of it, and ready again after `away` calls more."""
+
+    def __init__(self, away: int) -> None:
+        super().__init__(2)
+        self.away = away
+        self.dead: Any = None
+        self.calls = 0
+
+    def await_any(self, labels: dict[Any, str], *, may_lose: bool = False) -> list[Any]:
+        assert may_lose
+        self.calls += 1
+        engine = self.engines[1]
+        if self.calls == 3:
+            self.dead = engine.worker
+            self.running[1].clear()
+            return [ref for ref, name in labels.items() if name == engine.worker.name]
+        if engine.state == "lost" and self.calls >= 3 + self.away:
+            engine.worker = self._worker(1)
+            engine.state = "ready"
+        return super().await_any(labels, may_lose=may_lose)
+
+    def losses(self, labels: dict[Any, str]) -> dict[Any, Exception]:
+        if self.calls == 3:
+            return dict.fromkeys(labels, RuntimeError("engine 1: its process died"))
+        return {}
+
+    def outcomes(self, labels: dict[Any, str]) -> list[Any]:
+        if self.calls == 3:
+            return [RuntimeError("engine 1: its process died")] * len(labels)
+        return super().outcomes(labels)
+
+
+@pytest.mark.parametrize("away", [2, 10**6])
+def test_the_groups_of_an_engine_that_is_lost_go_to_the_others_and_to_it_once_it_is_back(
+    away: int,
+) -> None:
+    """Each group is returned once, from where it was sent last, and sampled with the same random numbers."""
+    cluster = Failing(away)
+    buffer = RolloutBuffer[Any]().admitted(prompts(*range(40, 10, -3)), (7, 3), 3)
+    phase = round_of(cluster, Capacity(3, 10**6), buffer, 2)
+    phase.begin()
+    entries, balance = phase.result()
+    assert cluster.lost == [(1, "engine 1: its process died")]
+    assert [entry.ref for entry in entries] == [f"group {index}" for index in range(10)]
+    sent = [name for _, name, _ in cluster.sent]
+    assert {*sent} == {str(index) for index in range(10)}
+    repeated = {name for name in sent if sent.count(name) == 2}
+    assert repeated == {"1"}, "what the engine had been sent"
+    assert all(stream == (7, 3, int(name)) for _, name, stream in cluster.sent)
+    engines_after = {engine for engine, _, _ in cluster.sent[sent.index("1") + 1 :]}
+    assert engines_after == ({0, 1} if away == 2 else {0})
+    assert sum(balance.group_tokens) >= sum(3 * (length + 100) for length in range(40, 10, -3))

@@ -101,21 +101,8 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(r
     ("overrides", "says"),
     [
         ("placement.gpus=6", "placement.gpus: 6 GPUs are not a multiple of train.tp x train.pp = 4"),
-        ("train.tp=3 placement.gpus=6", "train.tp: 3 does not divide the attention heads (4)"),
-        ("train.cp=2", "placement.gpus: 4 GPUs are not a multiple of train.tp x train.cp x train.pp = 8"),
-        ("train.vpp=3", "train.vpp: train.pp x train.vpp = 6 does not divide the layers (4)"),
-        ("train.etp=3", "train.ep: 2 x train.etp (3) does not divide the 2 ranks of a pipeline stage"),
-        (
-            "train.layers_per_stage=[3]",
-            "train.layers_per_stage: [3] are not 2 numbers that make 4 layers, or a 0 is inside; write 2 numbers",
-        ),
         ("rollout.engine.tp=8", "rollout.engine.count: 1 engines of 8 ranks end at GPU 8, there are 4"),
-        ("rollout.engine.ep=3", "rollout.engine.ep: 3 does not divide rollout.engine.tp (2)"),
         ("rollout.engine.fp8=true", "rollout.engine.fp8: SGLang's kernels for fp8 weights need a GPU"),
-        (
-            "rollout.engine.draft=1",
-            "rollout.engine.draft: 1, but the model has no multi-token prediction layers, and SGLang drafts with one",
-        ),
         ("placement.train_gpus=8", "placement.train_gpus: 8 is more than placement.gpus (4)"),
         (
             "placement.gpus=8 placement.train_gpus=6",
@@ -197,12 +184,10 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(r
             "train.megatron.moe_permute_fusio=true",
             "train.megatron.moe_permute_fusio: TransformerConfig has no such field; did you mean moe_permute_fusion?",
         ),
-        ("train.megatron.foo=1", "train.megatron.foo: TransformerConfig has no such field; remove it, or see"),
         (
             "rollout.engine.sglang.api_token=s3cret",
             "rollout.engine.sglang.api_token: holds a secret, and the run saves its recipe",
         ),
-        ("train.optimizer.adam_beta1=5", "train.optimizer.adam_beta1: 5 is out of range; set it to a number from"),
         (
             "train.megatron.recompute_granularity=full",
             "train.megatron: Megatron refuses them (Using recompute_granularity: full so recompute_method must be",

@@ -116,6 +116,7 @@ def test_every_number_of_the_recipe_has_both_bounds() -> None:
         ),
         ("placement.gpus=60000", "cpu", "placement.gpus: 60000 simulated GPUs are as many processes of 0.2 GB"),
         ("placement.gpus=60000", "cuda", "placement.gpus: 60000 GPUs on one machine (placement.network is loopback)"),
+        ("placement.spare_nodes=2", "cpu", "placement.spare_nodes: 2 of a run on this machine alone ("),
         ("placement.hardware=nope", "cpu", "placement.hardware: nope: cannot be read (No such file or directory)"),
         ("placement.hardware=recipes/quickstart.yaml", "cpu", "placement.hardware: recipes/quickstart.yaml:"),
         ("run.dir=/proc", "cpu", "run.dir: /proc is not a folder that can be written to; name another folder"),
@@ -147,9 +148,9 @@ def test_one_machine_of_sixteen_gpus_is_named_so(good: list[str]) -> None:
 @pytest.mark.parametrize("network", ["loopback", "nodes"])
 def test_what_one_machine_or_a_cluster_has_is_no_error(good: list[str], network: str) -> None:
     gpus = 8 if network == "loopback" else 4096
-    recipe = load_recipe(
-        QUICKSTART, [*good, f"placement.gpus={gpus}", f"placement.network={network}"]
-    )
+    spares = 0 if network == "loopback" else 2
+    keys = [f"gpus={gpus}", f"network={network}", f"spare_nodes={spares}"]
+    recipe = load_recipe(QUICKSTART, [*good, *(f"placement.{key}" for key in keys)])
     assert limit_errors(recipe, "cuda") == []
     assert not Path(recipe.run.dir).exists(), "checking makes nothing"
 

@@ -56,7 +56,15 @@ def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
             "critic.lr_end is set, and nothing reads it: the critic's lr_s",
         ),
         ("checkpoint.keep=7", "checkpoint.keep is set, and nothing reads it: checkpoint.every is not set: a check"),
+        (
+            "run.restarts=0 checkpoint.memory_copies=true",
+            "checkpoint.memory_copies is set, and nothing reads it: run.restarts is 0: a rank that",
+        ),
         ("algorithm.name=sft rollout.top_p=0.9", "rollout.top_p is set, and nothing reads it: sft learns from"),
+        (
+            "run.compare_replicas_every=5 placement.gpus=1 train.tp=1 train.pp=1 train.ep=1 rollout.engine.tp=1",
+            "run.compare_replicas_every is set, and nothing reads it: no rank has a replica",
+        ),
         ("run.project=math", "run.project is set, and nothing reads it: run.trackers names neither wandb nor mlflow"),
         ("train.lr=0.5", "train.lr is 0.5, and rates of AdamW above 0.1 destroy a model"),
         ("placement.gpus=4096", "1024 data-parallel ranks share the 256 samples of an update: some of them have"),
@@ -82,6 +90,7 @@ def test_what_nothing_reads_is_told(overrides: str, says: str) -> None:
         "reward_model.path=a reward_model.weight=0.5",
         "evaluation.sets.arith.temperature=0.6 evaluation.top_p=0.7",
         "checkpoint.every=5 checkpoint.keep=7 checkpoint.asynchronous=false",
+        "checkpoint.memory_copies=true",
         # A switch that is written as off is meant.
         "warm_start.steps=0",
         "data.eval={}",

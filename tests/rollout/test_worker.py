@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import pytest
 from megarl.config import Recipe, RewardConfig
 from megarl.placement.roles import engine_layout
 from megarl.rollout.engine_settings import engine_settings
+from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.rollout.sglang.batch_sizes import step_sequences
 from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.rollout.worker import RolloutWorker, scored
@@ -32,6 +33,7 @@ from megarl.types import (
 )
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
+from megarl.types.worker_faults import ServiceFaults, WorkerFaults
 from tests.samples.responses import response
 
 NOTHING = np.zeros(0, np.int64)
@@ -235,6 +237,20 @@ class Phases:
         )
 
 
+def phased_worker(reward_workers: Any, reward: RewardConfig) -> RolloutWorker:
+    """A worker whose engine is scripted."""
+    worker = RolloutWorker.__new__(RolloutWorker)
+    worker.__dict__.update(
+        _engine=Phases(),
+        _episodes=None,
+        _num_transcripts=1,
+        _reward=reward,
+        _reward_workers=reward_workers,
+        _runtime=None,
+    )
+    return worker
+
+
 def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
     """A failed verdict drops its sample at the end, so that the others keep their places and random numbers."""
     asked: list[list[str]] = []
@@ -248,13 +264,9 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
             LATE if text == "xxx" else RewardResult(float(len(text)), True) for text in responses
         ]
 
-    worker = RolloutWorker.__new__(RolloutWorker)
-    worker._episodes, worker._num_transcripts = None, 1
-    worker.__dict__.update(
-        _engine=Phases(),
-        _reward_workers=SimpleNamespace(reward_results=reward_results),
-        _reward=RewardConfig(function="a:b"),
-    )
+    faults = WorkerFaults(1, (ServiceFaults("judge", retries=2),))
+    workers = SimpleNamespace(reward_results=reward_results, take_faults=lambda: faults)
+    worker = phased_worker(workers, RewardConfig(function="a:b"))
     sampling, group = Sampling(3, 5, phase_tokens=2), None
     for num_open, tokens in ((2, 2), (1, 4)):
         short, group = asyncio.run(worker.sample(PROMPT, sampling, group))
@@ -277,10 +289,47 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
         [1.0, 5.0],
         1,
     )
+    assert short.faults == {"reward": faults}
     assert short.parts_G == (
         (SamplePart(1, 1),),
         (SamplePart(1, 2), SamplePart(2, 2), SamplePart(4, 1)),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_failure", ["stop", "drop", "penalise"])
+def test_a_judge_that_is_down_for_a_whole_phase_costs_what_the_recipe_says(
+    judges: Callable[..., RewardWorkers], on_failure: str
+) -> None:
+    """Nobody listens at its address: the phase ends, or the run with the cause."""
+    arguments = {"url": "http://127.0.0.1:1", "model": "m", "timeout_s": 2.0}
+    keys: dict[str, Any] = {"timeout_s": 10.0, "arguments": arguments, "workers": 1}
+    function = "megarl.rollout.rewards.llm_judge:score"
+    keys |= {"on_failure": on_failure, "penalty": -1.0 if on_failure == "penalise" else 0.0}
+    workers = judges(function, **keys)
+    worker = phased_worker(workers, RewardConfig(function=function, **keys))
+    prompt = replace(PROMPT, row={"prompt": "1+2="})
+
+    async def phase() -> list[Any]:
+        sampled = [worker.sample(prompt, Sampling(3, 5)) for _ in range(100)]
+        return await asyncio.gather(*sampled, return_exceptions=True)
+
+    worker._engine = SimpleNamespace(generate=generate_three)  # type: ignore[assignment]
+    groups = asyncio.run(phase())
+    if on_failure == "penalise":
+        assert all(short.rewards_G.tolist() == [-1.0] * 3 for short, _ in groups)
+        lost = [part for short, _ in groups for part in short.faults["reward"].services]
+        assert sum(part.lost for part in lost) == 300
+        assert sum(part.outages for part in lost) == 1
+        return
+    for error in groups:
+        assert isinstance(error, UserError) and error.where == "reward.function"
+        assert "raised JudgeError: no verdict: 127.0.0.1:1 " in error.problem
+        assert "(ConnectError)" in error.problem or ": ConnectError" in error.problem
+
+
+async def generate_three(*_: Any) -> list[Sample]:
+    return samples("x", "xx", "xxx")
 
 
 def test_a_bad_reward_stops_a_worker_before_its_engine_starts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from megarl.types import (
 )
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
+from megarl.types.worker_faults import WorkerFaults
 from scripts.make_tiny_moe import make_tokenizer
 from tests.episodes.test_open_episode import Model
 from tests.rollout.test_worker import PROMPT, recipe
@@ -156,7 +158,9 @@ def worker_of(
     worker._episodes = EpisodeRunner(
         config, model, walks, turn_tokenizer, None, max_prompt_tokens=60
     )
-    worker._reward, worker._runtime, worker._num_transcripts = RewardConfig(), None, 9
+    worker._reward, worker._num_transcripts = RewardConfig(), 9
+    worker._reward_workers = SimpleNamespace(take_faults=WorkerFaults)  # there is no function
+    worker._runtime = walks
     return (
         worker,
         model,

@@ -15,6 +15,7 @@ from megarl.samples.accounting import sample_error, trained_parts
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
 from megarl.types import (
+    UNKNOWN_ENGINE,
     EpisodeFacts,
     FloatArray,
     Prompt,
@@ -24,6 +25,7 @@ from megarl.types import (
     SampleGroup,
     SamplePart,
     num_stale,
+    with_part,
 )
 from tests.samples.responses import response
 from tests.training.episodes import cut, episode, sample_of
@@ -149,3 +151,24 @@ def test_each_sampled_token_is_in_a_row_or_dropped_for_a_reason(
         summary(group(sample_of([first_row(), later_row()], facts=facts)))
     right = replace(facts, sampled_tokens=8, dropped_unawaited=2, dropped_anew=1)
     assert summary(group(sample_of([first_row(), later_row()], facts=right))).facts == (right,)
+
+
+def test_a_part_is_of_one_engine_or_of_none_that_is_known() -> None:
+    """Parts of one version are one part, whichever engines sampled them."""
+    begun = with_part((), SamplePart(3, 2, engine=1))
+    (same,) = with_part(begun, SamplePart(3, 4, engine=1))
+    assert (same, same.engine) == (SamplePart(3, 6), 1)
+    (mixed,) = with_part(begun, SamplePart(3, 4, engine=0))
+    assert (mixed, mixed.engine) == (SamplePart(3, 6), UNKNOWN_ENGINE)
+    assert [part.engine for part in with_part(begun, SamplePart(4, 4, engine=0))] == [1, 0]
+
+
+def test_the_trained_tokens_of_a_part_keep_its_engine() -> None:
+    row = Row(
+        OWN,
+        np.array([5, 6, 7]),
+        floats(-1, 0, -1),
+        np.array([True, False, True]),
+        (SamplePart(3, 2, engine=4), SamplePart(4, 1, engine=0)),
+    )
+    assert [(part.num_tokens, part.engine) for part in trained_parts(row)] == [(1, 4), (1, 0)]

@@ -20,7 +20,7 @@ from megarl.rollout.sglang import adapter_slot, deterministic
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.batch_sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
-from megarl.types import UserError
+from megarl.types import UNKNOWN_ENGINE, UserError
 
 WHERE = "rollout.engine.sglang"
 _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
@@ -141,6 +141,7 @@ class EngineSettings:
     timeout_s: how long a scheduler may hang. reserve_bytes: memory of each GPU that SGLang's KV cache leaves free for
     the communicator of the exchange. model_context: the model's number of positions; None: unknown, so that SGLang
     sizes its tables by the longest context that it finds. adapter: the slot of the adapter that every request uses.
+    number: of the engine in its run, which samples carry.
     """
 
     model_path: str
@@ -160,6 +161,7 @@ class EngineSettings:
     model_context: int | None = None
     reserve_bytes: int = 0
     adapter: AdapterSlot | None = None
+    number: int = UNKNOWN_ENGINE
 
     @property
     def first_rank(self) -> int:

@@ -19,7 +19,7 @@ from megarl.isolation.process import describe_exit
 from megarl.rollout.sglang import scheduler
 from megarl.rollout.sglang.arguments import EngineSettings, server_arguments
 from megarl.rollout.sglang.loop_counts import Standstill, make_counter_file
-from megarl.types import Silence
+from megarl.types import ProcessLost, Silence
 
 Result = TypeVar("Result")
 _LOG_LINES = 30
@@ -32,8 +32,12 @@ class EngineError(RuntimeError):
     """The engine cannot answer. The text's last line is the cause, after the last output of its scheduler."""
 
 
-class EngineStandstill(EngineError, Silence):
-    """A scheduler is alive and has made no progress for run.timeout_s."""
+class EngineLost(EngineError, ProcessLost):
+    """The engine cannot answer this call, nor any later one."""
+
+
+class EngineStandstill(EngineLost, Silence):
+    """A scheduler is alive and has made no progress for too long."""
 
 
 class Host:
@@ -46,6 +50,7 @@ class Host:
     def __init__(self, settings: EngineSettings, weight_loader: str) -> None:
         arguments = server_arguments(settings, weight_loader)
         self._error: EngineError | None = None
+        self._is_stopped = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._stop_reader, self._stop_writer = connection.Pipe(duplex=False)
@@ -75,7 +80,7 @@ class Host:
             self.server = self._outcome(started)
         except BaseException as raised:
             unknown = f"the engine did not start: {type(raised).__name__}: {raised}"
-            error = self._error or self._death() or EngineError(unknown)
+            error = self._error or self._death() or EngineLost(unknown)
             self.stop()
             if not isinstance(raised, Exception):
                 raise
@@ -92,6 +97,15 @@ class Host:
             asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
         )
 
+    async def fail(self) -> None:
+        """Raises EngineLost when a scheduler dies or hangs; does not return, and is silent after `stop`."""
+        try:
+            await self.run(asyncio.Event().wait())
+        except EngineLost:
+            if not self._is_stopped:
+                raise
+        await asyncio.Event().wait()
+
     def pids(self) -> list[int]:
         """The scheduler processes, by tensor-parallel rank."""
         return [process.pid for process in self._entry.processes if process.pid is not None]
@@ -100,7 +114,8 @@ class Host:
         """End and reap the schedulers and remove all files; waiting calls raise EngineError."""
         if not self._thread.is_alive():
             return
-        self._fail(EngineError("the engine was shut down"))
+        self._is_stopped = True
+        self._fail(EngineLost("the engine was shut down"))
         self._stop_writer.send_bytes(b"stop")
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -175,7 +190,7 @@ class Host:
                 break
         if self._stop_reader in ended:
             return
-        self._fail(self._death() or EngineError("a scheduler of the engine ended"))
+        self._fail(self._death() or EngineLost("a scheduler of the engine ended"))
         self._entry.kill()
 
     def _death(self) -> EngineError | None:
@@ -193,13 +208,11 @@ class Host:
         end += f" {describe_exit(code)}"
         if lines and code > 0:
             end += f": {lines[-1].strip()}"
-        return EngineError(
-            "\n".join([*lines, f"engine scheduler {rank} (pid {process.pid}) {end}"])
-        )
+        return EngineLost("\n".join([*lines, f"engine scheduler {rank} (pid {process.pid}) {end}"]))
 
     def _fail_host(self, error: BaseException) -> None:
         self._fail(
-            EngineError(f"the engine's tokenizer manager failed: {type(error).__name__}: {error}")
+            EngineLost(f"the engine's tokenizer manager failed: {type(error).__name__}: {error}")
         )
 
     def _fail(self, error: EngineError) -> None:

@@ -13,10 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from megarl.cluster import processes
+from megarl.cluster.deadline import Deadline
 
 _EXEMPT = -1  # the current operation has a timeout of its own
 # a process that waits for a hanging one is reported this much later than the hanging one
 PEERS_S = 5.0
+_STOPPED_S = 10.0  # for which a signal may stop a scheduler: nobody stops one for work
+_LEAST_ROUND_S = 60.0
 
 
 class LoopCounter:
@@ -62,10 +65,12 @@ class Standstill:
     """
 
     def __init__(self, file: Path, timeout_s: float) -> None:
-        """timeout_s: how long a scheduler may be stopped, or stay in one round."""
+        """timeout_s: how long a scheduler may be stopped, or stay in one round, at most."""
         self.period_s = max(0.1, min(1.0, timeout_s / 10))
         self._file = file
-        self._timeout_s = timeout_s
+        self._stopped_limit_s = min(timeout_s, _STOPPED_S)
+        # a kernel that is compiled for new shapes keeps a round longer than all before
+        self._deadline = Deadline(timeout_s, floor_s=_LEAST_ROUND_S)
         self._looked_at = time.monotonic()
         self._progress: defaultdict[int, _Progress] = defaultdict(_Progress)
 
@@ -76,6 +81,7 @@ class Standstill:
         self._looked_at = now
         counts = np.fromfile(self._file, np.int64).tolist()
         still = []
+        limit_s = self._deadline.limit_s
         for index, process in enumerate(schedulers):
             count = counts[index]
             progress = self._progress[index]
@@ -83,14 +89,16 @@ class Standstill:
             progress.same_s += passed_s
             if not processes.is_stopped(process.pid or 0):
                 progress.stopped_s = 0.0
+            if 0 < progress.count < count:
+                self._deadline.observe(progress.same_s)
             if count <= 0 or count != progress.count:
                 progress.same_s = 0.0
             progress.count = count
             name = f"{first_rank + index} (pid {process.pid})"
-            if progress.stopped_s >= self._timeout_s:
-                return f"engine scheduler {name} was stopped by a signal, {self._timeout_s:g} s ago"
-            if progress.same_s >= self._timeout_s + PEERS_S:
+            if progress.stopped_s >= self._stopped_limit_s:
+                return f"engine scheduler {name} was stopped by a signal, {self._stopped_limit_s:g} s ago"
+            if progress.same_s >= limit_s + PEERS_S:
                 still.append(name)
         if still:
-            return f"engine scheduler {', '.join(still)} has done nothing for {self._timeout_s:g} s"
+            return f"engine scheduler {', '.join(still)} has done nothing for {limit_s:g} s"
         return None

@@ -1,0 +1,369 @@
+"""The calls to a run's workers: waiting for them, and what becomes of a wait when a worker dies or hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megarl.cluster import ray_environment  # noqa: F401  # isort: skip  (before Ray)
+import ray
+import ray.exceptions
+
+from megarl.cluster import processes
+from megarl.cluster.actor import Background, Pulses, Ref, Worker, answers, failure, is_loss
+from megarl.device import LOOPBACK
+from megarl.types import Silence, SilentFault, UserError
+
+# a dead process first breaks its peers' collectives: wait this long for the cause to show
+_GRACE_S = 3.0
+_LOOK_S = 1.0  # between two checks of Ray's servers and of heartbeats
+_QUICK_PERIOD_S = 1.0
+_ENDING_S = 5.0  # for processes that Ray kills
+_KILLING_S = 30.0  # for a process that kills another on its node
+_OTHER = 3
+
+# What the owner of a replaceable worker is told when the worker is lost: the cause. It may raise, which ends the wait.
+OnLoss = Callable[[Exception], None]
+
+
+class WorkerFailed(Exception):
+    """A worker died or raised; the message names the worker and the cause, `evidence` is its traceback.
+
+    worker: its name; "" where no single worker has failed.
+    """
+
+    def __init__(self, message: str, evidence: str, worker: str = "") -> None:
+        super().__init__(message, evidence, worker)
+        self.message = message
+        self.evidence = evidence
+        self.worker = worker
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Calls:
+    """Waits for calls to workers.
+
+    The calls of background work (`begin_background`) are attended to while any others are waited for. The death of a
+    worker ends every wait with WorkerFailed, unless the worker is replaceable: then its owner is told, and calls to
+    it that the background work has made count as ended.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """timeout_s: how long a worker may leave a heartbeat unanswered."""
+        self._timeout_s = timeout_s
+        self._pulses = Pulses(timeout_s)
+        # of the workers that can be replaced, whose hanging costs less when it is noticed soon
+        self._quick_pulses = Pulses(timeout_s, period_s=_QUICK_PERIOD_S)
+        self._workers: list[Worker] = []
+        # of the workers whose loss does not end the run
+        self._owners: dict[Worker, OnLoss] = {}
+        self._servers: processes.RayServers | None = None
+        self._background: Background | None = None
+        self.host = LOOPBACK
+
+    def _is_here(self, worker: Worker) -> bool:
+        """Whether a worker is on this node."""
+        raise NotImplementedError
+
+    def _strategy(self, slot: int) -> object:
+        """Where Ray starts the worker of a slot."""
+        raise NotImplementedError
+
+    def gather(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> list[Any]:
+        """The results in order; raises WorkerFailed, or the worker's own UserError, as soon as any worker fails.
+
+        among: the workers whose failures count; by default all.
+        """
+        self.await_all(labels, among)
+        try:
+            return ray.get(list(labels), timeout=self._timeout_s)
+        except ray.exceptions.RayError as error:  # a node has died, with results that it stored
+            failures = self._failures(labels) or [("a worker's result", error)]
+            raise reported(*min(failures, key=_severity)) from None
+
+    @staticmethod
+    def _failures(labels: Mapping[Ref, str]) -> list[tuple[str, Exception]]:
+        """(label, what it has raised) of the calls that have raised something."""
+        causes = [(label, failure(ref)) for ref, label in labels.items()]
+        return [(label, cause) for label, cause in causes if cause is not None]
+
+    def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
+        """`gather` without fetching the results."""
+        pending = dict(labels)
+        while pending:
+            for ref in self.await_any(pending, among):
+                del pending[ref]
+
+    def await_any(
+        self,
+        labels: Mapping[Ref, str],
+        among: Sequence[Worker] | None = None,
+        *,
+        may_lose: bool = False,
+    ) -> list[Ref]:
+        """Wait until one of the calls, or more, have ended; these. Raises as `gather` does.
+
+        may_lose: calls of workers that were lost meanwhile are among them, see `losses`.
+        """
+        while True:
+            asked = [ref for ref in self._attend(labels, among, may_lose) if ref in labels]
+            if asked:
+                return asked
+
+    def _attend(
+        self, labels: Mapping[Ref, str], among: Sequence[Worker] | None, may_lose: bool
+    ) -> list[Ref]:
+        """Wait a moment; what has ended, after the background work has taken its own of it."""
+        watched = self._workers if among is None else among
+        background = self._background if among is None else None
+        of_background = background.labels() if background else {}
+        watches = {ref: worker for worker in watched for ref in worker.watch_refs}
+        names = {ref: worker.name for ref, worker in watches.items()}
+        done = self._ended([*labels, *of_background, *watches], watched)
+        lost = {watches[ref]: ref for ref in done if watches.get(ref) in self._owners}
+        # whoever made these calls looks at their failures
+        examined_later = {*lost.values(), *of_background, *(labels if may_lose else ())}
+        self._raise_failure(
+            [ref for ref in done if ref not in examined_later],
+            {**labels, **of_background, **names},
+        )
+        for worker, ref in lost.items():
+            self._lose(worker, _watch_error(worker, ref))
+        if len(done) < len(labels) + len(of_background):
+            self._judge_silence(watched)
+        ended = [ref for ref in done if ref in of_background]
+        if background and ended:
+            # while it takes these, what it waits for itself hands it no further ones
+            self._background = None
+            background.take(ended)
+            self._background = background
+        return done
+
+    def _lose(self, worker: Worker, cause: Exception) -> None:
+        """Tell the owner of a replaceable worker that it is lost."""
+        on_loss = self._owners[worker]
+        self._forget(worker)
+        on_loss(cause)
+
+    def _judge_silence(self, watched: Sequence[Worker]) -> None:
+        """Give up the workers that have not answered for too long; raises WorkerFailed for one not replaceable."""
+        for worker in list(watched):
+            if worker in self._owners:
+                if self._quick_pulses.is_overdue(worker):
+                    silence = self._silence_of(worker, self._quick_pulses)
+                    self._lose(worker, WorkerFailed(silence, silence, worker.name))
+            elif self._pulses.silence_s(worker) >= self._timeout_s:
+                silence = self._silence_of(worker, self._pulses)
+                raise WorkerFailed(silence, silence, worker.name)
+
+    def losses(self, ended: Mapping[Ref, str]) -> dict[Ref, Exception]:
+        """Those of these calls that have failed because a replaceable worker is lost, with the causes.
+
+        Raises as `gather` does for a call that has failed otherwise. ended: calls with their workers' names.
+        """
+        failures = {ref: failure(ref) for ref in ended}
+        lost = {
+            ref: reported(ended[ref], error)
+            for ref, error in failures.items()
+            if error and is_loss(error)
+        }
+        self._raise_failure([ref for ref in ended if ref not in lost], ended)
+        return lost
+
+    def outcomes(self, labels: Mapping[Ref, str]) -> list[Any]:
+        """In order the result of each call, or the exception by which its replaceable worker was lost.
+
+        Raises as `gather` does for other failures.
+        """
+        pending = dict(labels)
+        while pending:
+            for ref in self.await_any(pending, may_lose=True):
+                del pending[ref]
+        lost = self.losses(labels)
+        return [
+            lost[ref] if ref in lost else ray.get(ref, timeout=self._timeout_s) for ref in labels
+        ]
+
+    def begin_background(self, work: Background) -> None:
+        """Let work go on from now on, whenever the controller waits for any call; one at a time."""
+        assert self._background is None, "the work before it has not been ended"
+        self._background = work
+
+    def end_background(self, work: Background) -> None:
+        """The opposite; work that has not begun is ended, too."""
+        assert self._background in (work, None)
+        self._background = None
+
+    def _raise_failure(self, done: Sequence[Ref], labels: Mapping[Ref, str]) -> None:
+        """Raise what the most telling of these calls has raised, if any has: a user's error, else the likeliest cause.
+
+        labels: of all calls that are open.
+        """
+        failures = self._failures({ref: labels[ref] for ref in done})
+        for _, cause in failures:
+            if isinstance(cause, UserError):
+                raise cause
+        if failures:
+            raise self._cause(labels)
+
+    def settle(self, calls: Mapping[Ref, str]) -> bool:
+        """Wait until every call has returned or raised; False as soon as a worker that is not replaceable is gone."""
+        pending = set(calls)
+        while pending:
+            watches = {ref: worker for worker in self._workers for ref in worker.watch_refs}
+            done = {*self._ended([*pending, *watches], self._workers)}
+            for worker, ref in {watches[ref]: ref for ref in done if ref in watches}.items():
+                if worker not in self._owners:
+                    return False
+                self._lose(worker, _watch_error(worker, ref))
+            try:
+                self._judge_silence(self._workers)
+            except WorkerFailed:
+                return False
+            pending -= done
+        # a call may end before the watch of its process does
+        for ref, name in calls.items():
+            error = failure(ref)
+            lost = [worker for worker in self._owners if worker.name == name]
+            if lost and error and is_loss(error):
+                self._lose(lost[0], reported(name, error))
+        return True
+
+    def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
+        """Call the same method of each worker; the results are in the workers' order. Raises as `gather` does."""
+        return self.gather({worker.call(method): worker.name for worker in workers})
+
+    def _cause(self, labels: Mapping[Ref, str]) -> Exception:
+        """The failure to report, waiting a moment for a more telling one; see `_severity`."""
+        self._pulses.ask(self._workers)
+        done, _ = ray.wait(list(labels), num_returns=len(labels), timeout=_GRACE_S)
+        failures = self._failures({ref: labels[ref] for ref in done})
+        name, cause = min(failures, key=_severity)
+        # A process that waited for a hanging one may time out before the hanging one has been silent for long enough.
+        if _severity((name, cause)) == _OTHER and (silent := self._silent_now()):
+            silence = self._silence_of(silent, self._pulses)
+            return WorkerFailed(silence, str(cause), silent.name)
+        return reported(name, cause)
+
+    def _ended(self, refs: list[Ref], watched: Sequence[Worker]) -> list[Ref]:
+        """The calls that have ended, as soon as one has; [] after _LOOK_S. Also sends the heartbeats.
+
+        Returns all ended calls at once, because the cost of each `ray.wait` grows with the number of references. The
+        results stay on their nodes. Raises WorkerFailed when a server of Ray has died.
+        """
+        self._pulses.look(watched)
+        self._quick_pulses.look([worker for worker in watched if worker in self._owners])
+        ray.wait(refs, num_returns=1, timeout=_LOOK_S, fetch_local=False)
+        self._check_servers()
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return done
+
+    def _check_servers(self) -> None:
+        """Raises WorkerFailed when a server of Ray has died: Ray itself would report it late, or end this process."""
+        if self._servers and (error := self._servers.error()):
+            raise WorkerFailed(error, error)
+
+    def _silent_now(self) -> Worker | None:
+        """A worker that has been silent for half as long, or that a signal has stopped."""
+        for worker in self._pulses.unanswered():
+            if self._pulses.silence_s(worker) >= self._timeout_s / 2 or self.is_stopped(worker):
+                return worker
+        return None
+
+    def _silence_of(self, worker: Worker, pulses: Pulses) -> str:
+        who = worker.name
+        if pid := self._pid_of(worker):
+            who += f" (pid {pid})"
+        silence = f"{who} has not answered for {pulses.silence_s(worker):.0f} s"
+        if self.is_stopped(worker):
+            silence += ": a signal stopped it"
+        return silence
+
+    def is_stopped(self, worker: Worker) -> bool:
+        """Whether a signal has stopped the worker; False for workers of other nodes."""
+        pid = self._pid_here(worker)
+        return pid is not None and processes.is_stopped(pid)
+
+    def _pid_of(self, worker: Worker) -> int | None:
+        """The worker's process id, if it has ever answered."""
+        return self._quick_pulses.pids.get(worker) or self._pulses.pids.get(worker)
+
+    def _pid_here(self, worker: Worker) -> int | None:
+        """The worker's process id, if the worker is on this node and has ever answered."""
+        if self._is_here(worker):
+            return self._pid_of(worker)
+        return None
+
+    def _pids_here(self) -> set[int]:
+        """The process ids of all workers that this node has ever had."""
+        workers = self._quick_pulses.pids.keys() | self._pulses.pids.keys()
+        pids = {self._pid_here(worker) for worker in workers}
+        return {pid for pid in pids if pid is not None}
+
+    def end(self, worker: Worker) -> None:
+        """Kill a worker with its child processes, on whichever node it is, and watch it no longer."""
+        self._forget(worker)
+        pid = self._pid_of(worker)
+        worker.kill()
+        if pid is None:
+            return
+        if self._is_here(worker):
+            processes.kill_tree(pid)
+            return
+        # a process that a signal has stopped does not answer Ray
+        killer = Worker("killer", worker.slot, self.host, self._strategy(worker.slot), gpus=0)
+        answers({killer.compute("megarl.cluster.processes:kill_tree", pid): "killer"}, _KILLING_S)
+        killer.kill()
+
+    def end_all(self, workers: Sequence[Worker]) -> None:
+        """Kill workers that have no child processes, all at once; returns when they are gone."""
+        watches = {worker.watch_refs[0]: worker for worker in workers}
+        for worker in workers:
+            self._forget(worker)
+            worker.kill()
+        stopped = [worker for worker in workers if self.is_stopped(worker)]
+        for worker in stopped:
+            self.end(worker)
+        ended, _ = ray.wait([*watches], num_returns=len(watches), timeout=_ENDING_S)
+        for ref in watches.keys() - {*ended}:
+            self.end(watches[ref])
+
+    def has_ended(self, worker: Worker) -> bool:
+        """Whether the worker's process is gone, or goes at this moment."""
+        ray.wait(worker.watch_refs[:1], timeout=_LOOK_S)
+        return failure(worker.watch_refs[0]) is not None
+
+    def _forget(self, worker: Worker) -> None:
+        if worker in self._workers:
+            self._workers.remove(worker)
+        self._owners.pop(worker, None)
+
+
+def _watch_error(worker: Worker, ref: Ref) -> Exception:
+    """By what a call that does not return has ended."""
+    return reported(worker.name, failure(ref) or RuntimeError("the process has ended"))
+
+
+def _severity(failed: tuple[str, Exception]) -> int:
+    """A sort key, the most telling failure first: a UserError, a dead process, a hanging process, any other error."""
+    _, error = failed
+    if isinstance(getattr(error, "cause", None), Silence):
+        return 2
+    if isinstance(error, UserError):
+        return 0
+    if isinstance(error, ray.exceptions.RayActorError):
+        return 1
+    return _OTHER
+
+
+def reported(name: str, cause: Exception) -> Exception:
+    """The exception that reports a worker's failure."""
+    if isinstance(cause, UserError | SilentFault):
+        return cause
+    if isinstance(cause, ray.exceptions.RayActorError):
+        return WorkerFailed(f"{name}: its process died", str(cause), name)
+    raised = getattr(cause, "cause", cause)
+    last_line = str(raised).strip().splitlines()[-1:] or [""]
+    return WorkerFailed(f"{name}: {type(raised).__name__}: {last_line[0]}", str(cause), name)

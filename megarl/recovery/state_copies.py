@@ -1,0 +1,237 @@
+"""Copies of the training ranks' states in the memory of the run's nodes, made while engines sample.
+
+Every node has a keeper. A rank's state is copied by the keeper of its own node before the rank computes again, and from
+there by the keeper of the next node while the rank computes: so neither the death of a process nor that of a node loses
+a copy. A generation is the states of all ranks after one step. The generation before stays until the new one is with
+both keepers, so that there is always a whole one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from megarl.cluster.actor import Ref, Worker, failure
+from megarl.cluster.calls import reported
+from megarl.cluster.ray_session import Cluster
+from megarl.recovery.restarts import Restarts
+from megarl.recovery.state_keeper import CopyName
+from megarl.types import Metrics
+
+_KEEPER = "megarl.recovery.state_keeper:StateKeeper"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The copies after a step. version: of the weights that engines had then. holders: by rank, nodes with a copy."""
+
+    step: int
+    version: int
+    holders: Mapping[str, frozenset[int]]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether every rank's copy is somewhere."""
+        return all(self.holders.values())
+
+    def with_holder(self, rank: str, node: int) -> Generation:
+        holders = self.holders.get(rank, frozenset()) | {node}
+        return replace(self, holders={**self.holders, rank: holders})
+
+    def without_node(self, node: int) -> Generation:
+        """Without the copies of a keeper that is lost."""
+        return replace(self, holders={rank: nodes - {node} for rank, nodes in self.holders.items()})
+
+
+@dataclass(frozen=True)
+class _CopyCall:
+    """A keeper's call, which copies the state of a rank to a node."""
+
+    ref: Ref
+    rank: str
+    node: int
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A generation that is being copied. first: from the ranks; second: from keeper to keeper."""
+
+    generation: Generation
+    first: list[_CopyCall] = field(default_factory=list)
+    second: list[_CopyCall] = field(default_factory=list)
+
+
+class StateCopies:
+    """Makes the copies and gives them back.
+
+    A copy that fails is told in a line, and never fails the run. A keeper that is lost is started anew for the next
+    generation, unless it is lost too often: then no more copies are made.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        first_slots: Sequence[int],
+        restarts: Restarts,
+        say: Callable[[str], None],
+    ) -> None:
+        """first_slots: the first GPU slot of each node. restarts: of the keepers, by these slots."""
+        self._cluster = cluster
+        self._first_slots = first_slots
+        self._restarts = restarts
+        self._say = say
+        self._keepers: dict[int, Worker] = {}
+        # the calls that start keepers, by node
+        self._starts: dict[int, Ref] = {}
+        # the newest first
+        self._generations: list[Generation] = []
+        self._taking: _Begun | None = None
+        self._spreading: _Begun | None = None
+        self._is_given_up = False
+
+    @property
+    def newest(self) -> Generation | None:
+        """The newest generation of which every rank's copy is there."""
+        usable = [generation for generation in self._generations if generation.is_usable]
+        return usable[0] if usable else None
+
+    @property
+    def safe_step(self) -> int | None:
+        """The step of the oldest generation that is kept: nothing before it is needed to restore one."""
+        if not self._generations:
+            return None
+        return self._generations[-1].step
+
+    def begin(self, step: int, version: int, ranks: Sequence[Worker]) -> None:
+        """Begin to copy the states after a step. The ranks must not compute until `settle` has returned."""
+        self.settle()
+        self._settle_second()
+        if not self._have_keepers():
+            return
+        begun = _Begun(Generation(step, version, {rank.name: frozenset() for rank in ranks}))
+        for rank in ranks:
+            name = CopyName(rank.name, step)
+            node = self._node_of(rank)
+            keeper = self._keepers[node]
+            first = keeper.call("take", name, rank.peer)
+            begun.first.append(_CopyCall(first, rank.name, node))
+            following = (node + 1) % len(self._first_slots)
+            if following != node:
+                # Ray sends this call when its argument is there, the size, and so when the first copy is whole
+                second = self._keepers[following].call("take_second", name, keeper.peer, first)
+                begun.second.append(_CopyCall(second, rank.name, following))
+        self._taking = begun
+
+    def settle(self) -> Metrics:
+        """Wait until the ranks may compute: until their states are copied, or that has failed. What it cost."""
+        begun = self._taking
+        if begun is None:
+            return {}
+        self._taking = None
+        began_s = time.monotonic()
+        generation = self._gathered(begun.generation, begun.first)
+        waited_s = time.monotonic() - began_s
+        if not generation.is_usable:
+            self._free()
+            return {}
+        self._generations.insert(0, generation)
+        self._spreading = begun
+        if not begun.second:
+            self._settle_second()
+        sizes = self._cluster.gather({call.ref: call.rank for call in begun.first})
+        return {"recovery/copy_bytes": sum(sizes), "recovery/copy_wait_s": waited_s}
+
+    def _settle_second(self) -> None:
+        """Wait for the copies between keepers; earlier generations are freed then."""
+        begun = self._spreading
+        if begun is None:
+            return
+        self._spreading = None
+        generation = self._gathered(self._generations[0], begun.second)
+        if generation.is_usable:
+            self._generations = [generation]
+            self._free()
+
+    def _gathered(self, generation: Generation, calls: Sequence[_CopyCall]) -> Generation:
+        """The generation with the copies that these calls have made, once all have ended."""
+        self._await({call.ref: f"copy of {call.rank}" for call in calls})
+        failures = []
+        for call in calls:
+            if error := failure(call.ref):
+                failures.append((call.rank, error))
+            elif call.node in self._keepers:
+                generation = generation.with_holder(call.rank, call.node)
+        if failures:
+            (rank, error) = failures[0]
+            cause = str(getattr(error, "cause", error)).strip().splitlines()[-1:] or [""]
+            self._say(f"{rank} after step {generation.step} is not copied: {cause[0]}")
+        return generation
+
+    def _free(self) -> None:
+        """Have the keepers free all copies that are not of a generation here."""
+        steps = [generation.step for generation in self._generations]
+        for keeper in self._keepers.values():
+            keeper.call("keep_only", steps)
+
+    def forget(self) -> None:
+        """Free all copies: the run has gone back to a step before them."""
+        self.settle()
+        self._spreading = None
+        self._generations = []
+        self._free()
+
+    def restore(self, generation: Generation, ranks: Sequence[Worker]) -> None:
+        """Give the ranks their states of a generation. Raises WorkerFailed, by the rank that did not get its own."""
+        calls = {}
+        for rank in ranks:
+            own = self._node_of(rank)
+            holders = generation.holders[rank.name]
+            node = own if own in holders else min(holders)
+            name = CopyName(rank.name, generation.step)
+            calls[self._keepers[node].call("give", name, rank.peer)] = rank.name
+        self._cluster.gather(calls)
+
+    def start(self) -> None:
+        """Begin to start the keepers that are not there."""
+        for node, slot in enumerate(self._first_slots):
+            if node in self._keepers or self._is_given_up:
+                continue
+            on_loss = partial(self._lose, node)
+            keeper = self._cluster.worker(f"keeper of copies {node}", slot, on_loss, gpus=0)
+            self._keepers[node] = keeper
+            self._starts[node] = keeper.start(_KEEPER)
+
+    def _have_keepers(self) -> bool:
+        """Wait for the keepers; whether every node has one."""
+        self.start()
+        starts = self._starts
+        self._starts = {}
+        self._await({ref: f"keeper of copies {node}" for node, ref in starts.items()})
+        for node, ref in starts.items():
+            if (error := failure(ref)) and node in self._keepers:
+                self._lose(node, reported(self._keepers[node].name, error))
+        return len(self._keepers) == len(self._first_slots)
+
+    def _await(self, calls: Mapping[Ref, str]) -> None:
+        """Wait until all have ended, well or not; a call of a keeper fails by the loss of a rank, too."""
+        pending = dict(calls)
+        while pending:
+            for ref in self._cluster.await_any(pending, may_lose=True):
+                del pending[ref]
+
+    def _lose(self, node: int, cause: Exception) -> None:
+        """A keeper is lost, with its copies."""
+        keeper = self._keepers.pop(node)
+        self._cluster.end(keeper)
+        self._generations = [generation.without_node(node) for generation in self._generations]
+        self._is_given_up = not self._restarts.admit(self._first_slots[node])
+        if self._is_given_up:
+            self._say(f"{cause}; no more copies of the ranks' states are made")
+        else:
+            self._say(f"{cause}; it is started anew, and its copies of the ranks' states are lost")
+
+    def _node_of(self, rank: Worker) -> int:
+        """The last node that does not begin behind the rank's slot."""
+        return max(node for node, slot in enumerate(self._first_slots) if slot <= rank.slot)

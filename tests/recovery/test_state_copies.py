@@ -1,0 +1,150 @@
+"""Copies of ranks' states in other processes, in a real Ray session: who may die without one being lost.
+
+Two keepers stand for those of two nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.actor import Worker
+from megarl.cluster.ray_session import Cluster
+from megarl.recovery.restarts import Restarts
+from megarl.recovery.state_copies import Generation, StateCopies
+from megarl.recovery.state_keeper import CHUNK_BYTES
+
+TARGET = "tests.recovery.copied_rank:CopiedRank"
+# more than one part
+STATE_BYTES = CHUNK_BYTES + 12_345
+
+
+def test_a_generation_is_usable_while_every_rank_has_a_copy_somewhere() -> None:
+    generation = Generation(3, 5, {"a": frozenset(), "b": frozenset()})
+    for rank, node in (("a", 0), ("b", 1), ("a", 1)):
+        assert not generation.is_usable or rank == "a"
+        generation = generation.with_holder(rank, node)
+    assert generation.is_usable and generation.without_node(0).is_usable
+    assert not generation.without_node(1).is_usable
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    root = Path(__file__).parents[2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]))
+        with Cluster(2) as session:
+            yield session
+
+
+class World:
+    """Two ranks on two nodes, and the copies of their states."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.lines: list[str] = []
+        self.copies = StateCopies(cluster, [0, 1], Restarts(1, 1e9), self.lines.append)
+        self.ranks: list[Worker] = []
+        self.pids: list[int] = []
+        self.start(seeds=(1, 2))
+
+    def start(self, seeds: tuple[int, int]) -> None:
+        """New ranks, with states of their own."""
+        self.ranks = [
+            self.cluster.worker(f"rank {number}", number, lambda _: None) for number in range(2)
+        ]
+        calls = {
+            rank.start(TARGET, seed, STATE_BYTES): rank.name
+            for rank, seed in zip(self.ranks, seeds, strict=True)
+        }
+        self.pids = self.cluster.gather(calls)
+
+    def digests(self) -> list[Any]:
+        return self.cluster.call_all(self.ranks, "digest")
+
+    def copy(self, step: int) -> None:
+        """With both keepers."""
+        self.copies.begin(step, step, self.ranks)
+        assert self.copies.settle()["recovery/copy_bytes"] == 2 * STATE_BYTES
+        self.copies._settle_second()
+
+    def kill_keeper(self, node: int) -> None:
+        keeper = self.copies._keepers[node]
+        (pid,) = self.cluster.gather({keeper.pulse(): keeper.name})
+        os.kill(pid[0], signal.SIGKILL)
+        # the loss is noticed while something is waited for
+        while node in self.copies._keepers:
+            self.cluster.settle({self.ranks[0].call("digest"): self.ranks[0].name})
+
+    def end(self) -> None:
+        for worker in (*self.ranks, *self.copies._keepers.values()):
+            self.cluster.end(worker)
+
+
+@pytest.fixture
+def world(cluster: Cluster) -> Iterator[World]:
+    world = World(cluster)
+    yield world
+    world.end()
+
+
+@pytest.mark.slow
+def test_new_ranks_get_the_states_of_those_that_were_killed_whichever_keeper_is_left(
+    world: World,
+) -> None:
+    expected = world.digests()
+    world.copy(step=4)
+    for pid in world.pids:
+        os.kill(pid, signal.SIGKILL)
+    world.start(seeds=(8, 9))
+    world.kill_keeper(1)
+    assert world.digests() != expected
+    newest = world.copies.newest
+    assert newest and (newest.step, newest.version) == (4, 4)
+    world.copies.restore(newest, world.ranks)
+    assert world.digests() == expected
+    (line,) = world.lines
+    assert "keeper of copies 1" in line and "it is started anew" in line
+
+
+@pytest.mark.slow
+def test_the_generation_before_stays_until_the_next_is_whole(world: World, tmp_path: Path) -> None:
+    expected = world.digests()
+    world.copy(step=1)
+    (rank, _) = world.ranks
+    world.cluster.gather({rank.call("wait_for", tmp_path / "never"): rank.name})
+    world.copies.begin(2, 2, world.ranks)
+    os.kill(world.pids[0], signal.SIGKILL)
+    assert world.copies.settle() == {}
+    assert [line.startswith("rank 0 after step 2 is not copied: ") for line in world.lines] == [
+        True
+    ]
+    newest = world.copies.newest
+    assert newest and newest.step == world.copies.safe_step == 1
+    world.start(seeds=(3, 4))
+    world.copies.restore(newest, world.ranks)
+    assert world.digests() == expected
+    world.copy(step=2)
+    assert world.copies.safe_step == 2
+
+
+@pytest.mark.slow
+def test_a_copy_for_which_a_node_has_no_room_is_told_and_one_lost_too_often_is_the_last(
+    world: World,
+) -> None:
+    (rank, _) = world.ranks
+    world.cluster.gather({rank.call("pretend", 2**50): rank.name})
+    world.copies.begin(1, 1, world.ranks)
+    assert world.copies.settle() == {}
+    assert "rank 0 after step 1 is not copied: MemoryError" in world.lines[0]
+    world.kill_keeper(0)
+    world.copies.start()
+    world.kill_keeper(0)
+    assert world.lines[-1].endswith("no more copies of the ranks' states are made")
+    world.copies.begin(2, 2, world.ranks)
+    assert world.copies.settle() == {} and world.copies.newest is None
