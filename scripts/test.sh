@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Style, types and tests: the end-to-end tests, the fast ones and some slow ones in parallel to the other slow ones. With
-# arguments, one pytest gets them, e.g. bash scripts/test.sh -n 2 -m "not slow"
+# Style, types and tests, in three lanes at once: the end-to-end tests and some slow ones, the fast ones and some slow ones,
+# the other slow ones. With arguments, one pytest gets them, e.g. bash scripts/test.sh -n 2 -m "not slow"
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 # Some tests need programs that pip does not have, and skip without them.
@@ -34,30 +34,45 @@ if [[ $device == cuda ]]; then # the runs of the tests want four GPUs, which the
     say "the tests run on the CPU; bash scripts/gpu_check.sh runs those that the GPUs of this machine allow"
     export MEGARL_DEVICE=cpu
 fi
-folder=$(mktemp -d /tmp/t-XXXX) # of both: what libraries leave among the temporary files goes with it
-mkdir "$folder/a" "$folder/b"
-set -m # each in a process group of its own, which Ctrl-C here ends as a whole
-beside=(tests/plan tests/training tests/tracking) # their slow tests: both halves then take about as long
-say "pytest tests/end_to_end, the fast tests, then the slow ones of ${beside[*]}, in the background, printed at the end"
-{
+folder=$(mktemp -d /tmp/t-XXXX) # of all: what libraries leave among the temporary files goes with it
+slow=(-m "slow and not nightly")
+with_runs=(tests/plan tests/training tests/tracking) # the lanes then take about as long
+with_fast=(tests/cluster tests/config tests/environments tests/slurm)
+lane() { # $1: its name; the others, up to each --: what one pytest after the other gets
     trap 'exit 130' INT # pytest answers it too; the next one must not begin
-    failed=0
-    TMPDIR=$folder/a python -m pytest -p no:cacheprovider tests/end_to_end || failed=$?
-    TMPDIR=$folder/a python -m pytest -p no:cacheprovider --ignore=tests/end_to_end -m "not slow" || failed=$?
-    TMPDIR=$folder/a python -m pytest -p no:cacheprovider "${beside[@]}" -m "slow and not nightly" || failed=$?
+    local name=$1 failed=0 arguments=()
+    mkdir "$folder/$name"
+    for argument in "${@:2}" --; do
+        if [[ $argument != -- ]]; then
+            arguments+=("$argument")
+            continue
+        fi
+        TMPDIR=$folder/$name python -m pytest -p no:cacheprovider "${arguments[@]}" || failed=$?
+        arguments=()
+    done
     exit "$failed"
-} >"$folder/runs.log" 2>&1 &
-runs=$!
+}
+set -m # each in a process group of its own, which Ctrl-C here ends as a whole
+say "pytest in two lanes in the background, printed at the end:"
+say "- tests/end_to_end, then the slow tests of ${with_runs[*]}"
+lane runs tests/end_to_end -- "${with_runs[@]}" "${slow[@]}" >"$folder/runs.log" 2>&1 &
+lanes=($!)
+say "- the fast tests, then the slow ones of ${with_fast[*]}"
+lane fast --ignore=tests/end_to_end -m "not slow" -- "${with_fast[@]}" "${slow[@]}" >"$folder/fast.log" 2>&1 &
+lanes+=($!)
 say "pytest, the other slow tests"
-TMPDIR=$folder/b python -m pytest --ignore=tests/end_to_end "${beside[@]/#/--ignore=}" -m "slow and not nightly" &
-others=$!
+elsewhere=(tests/end_to_end "${with_runs[@]}" "${with_fast[@]}")
+lane slow "${elsewhere[@]/#/--ignore=}" "${slow[@]}" &
+lanes=($! "${lanes[@]}")
 # pytest's own answer to SIGINT ends what its tests have started
-trap 'kill -INT -- "-$runs" "-$others" 2>/dev/null || true; wait || true; rm -rf "$folder"' EXIT
+trap 'kill -INT -- "${lanes[@]/#/-}" 2>/dev/null || true; wait || true; rm -rf "$folder"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 code=0
-wait "$others" || code=$?
+wait "${lanes[0]}" || code=$?
 say "waiting for the tests in the background"
-wait "$runs" || code=$?
-cat "$folder/runs.log"
+for process in "${lanes[@]:1}"; do
+    wait "$process" || code=$?
+done
+cat "$folder/runs.log" "$folder/fast.log"
 exit "$code"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -26,14 +27,28 @@ from tests.tiny_engines import (  # noqa: F401 - fixtures
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-ROOT = Path(__file__).parents[1]
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The models of tests are too small to share out, and other processes want the cores."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+def make(script: str, *arguments: str | Path) -> None:
+    """Run a script of scripts/ as its command does, in this process, which has its imports."""
+    from megarl.cpu import sglang_patches
+
+    sglang_patches.declare_torchvision_operators()  # transformers imports torchvision where it is
+    with patch.object(sys, "argv", [script, *map(str, arguments)]):
+        importlib.import_module(f"scripts.{script}").main()
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint folder that scripts/make_tiny_moe.py writes."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    subprocess.run([sys.executable, ROOT / "scripts/make_tiny_moe.py", "--out", folder], check=True)
+    make("make_tiny_moe", "--out", folder)
     return folder
 
 
@@ -41,9 +56,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the train.jsonl and eval.jsonl that scripts/make_arithmetic.py writes."""
     folder = tmp_path_factory.mktemp("data")
-    subprocess.run(
-        [sys.executable, ROOT / "scripts/make_arithmetic.py", "--out", folder], check=True
-    )
+    make("make_arithmetic", "--out", folder)
     return folder
 
 
@@ -61,10 +74,8 @@ def quickstart_inputs(tiny_model: Path, arithmetic: Path) -> list[str]:
 def quickstart_tools_inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that point the recipe of the quickstart with tools at its model and data."""
     folder = tmp_path_factory.mktemp("tools")
-    for script, out in (("make_tiny_moe.py", folder / "model"), ("make_arithmetic.py", folder)):
-        subprocess.run(
-            [sys.executable, ROOT / "scripts" / script, "--tools", "--out", out], check=True
-        )
+    make("make_tiny_moe", "--tools", "--out", folder / "model")
+    make("make_arithmetic", "--tools", "--out", folder)
     return [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'train.jsonl'}",

@@ -47,9 +47,11 @@ from megarl.types import (
 )
 from megarl.types.episodes import DropReason
 from megarl.types.reward_result import RewardResult
+from megarl.types.worker_faults import ServiceFaults
 from scripts.draw_architecture import own_modules
 from tests.episodes.chatml_families import HERMES
 from tests.episodes.families import stop_ids, tokenizer_of
+from tests.http_server import Handler, serving
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -262,7 +264,7 @@ def test_the_example_of_a_reward_of_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its process: right if a tool has given the answer, and each call costs something."""
-    (block,) = blocks("rewards.md")
+    _, block = blocks("rewards.md")
     (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
     monkeypatch.syspath_prepend(str(tmp_path))
     facts, no_call = EpisodeFacts(2, 1, 0, 0.1, "answered", 9), list[TranscriptCall]()
@@ -288,6 +290,27 @@ def test_the_example_of_a_reward_of_episodes(
     assert [name for name in names if f"`{name}`" not in text] == [], (
         "and all that an episode has is described"
     )
+
+
+def test_the_example_of_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tries are repeated, and each of them is counted."""
+    block, _ = blocks("rewards.md")
+    (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    statuses = [503, 200]
+
+    def answer(handler: Handler, body: dict[str, Any]) -> None:
+        assert body == {"response": "3", "answer": "4"}
+        handler.send(statuses.pop(0), b'{"reward": 0.5}')
+
+    with serving(answer) as url:
+        reward = RewardConfig(function="my_judge:score", workers=1, arguments={"url": url})
+        judges = RewardWorkers(reward, 60.0)
+        try:
+            assert judges.wait_for_rewards("4", {}, ["3"]) == [RewardResult(0.5, False)]
+            assert judges.take_faults().services == (ServiceFaults("grader", retries=1),)
+        finally:
+            judges.shutdown()
 
 
 Calls = list[tuple[str, object]]

@@ -107,21 +107,24 @@ class Reference:
         logits = self.logits([*prompt, *response])[len(prompt) - 1 : -1] / temperature
         return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
-    def num_decided(self, token_ids: Sequence[int]) -> int:
-        """The tokens before the first whose experts rounding decides: two were chosen by as much, up to _TIE.
+    def decided_logprobs(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+        """The same at temperature 1, NaN behind the first token whose experts rounding decides.
 
-        From there on another kernel, or another CPU, may compute with other experts.
+        Two were chosen by as much, up to _TIE: another kernel, or another CPU, may compute with other experts.
         """
         import torch
 
         num_chosen = self.model.config.num_experts_per_tok
+        ids = torch.tensor([[*prompt, *response]])
         with torch.no_grad():
-            outputs = self.model(torch.tensor([list(token_ids)]), output_router_logits=True)
-        scores = torch.stack([layer.view(len(token_ids), -1) for layer in outputs.router_logits])
+            outputs = self.model(ids, output_router_logits=True)
+        scores = torch.stack([layer.view(ids.shape[1], -1) for layer in outputs.router_logits])
         best = scores.topk(num_chosen + 1, dim=-1).values
-        lead_T = (best[..., num_chosen - 1] - best[..., num_chosen]).amin(0)
-        ties = (lead_T < _TIE).nonzero()
-        return int(ties[0]) if len(ties) else len(token_ids)
+        has_tie_T = (best[..., num_chosen - 1] - best[..., num_chosen]).amin(0) < _TIE
+        logp_TV = outputs.logits[0, :-1].log_softmax(-1)
+        logp_T = logp_TV.gather(1, ids[0, 1:, None])[:, 0]
+        logp_T[has_tie_T.cumsum(0)[:-1] > 0] = torch.nan
+        return logp_T[len(prompt) - 1 :]
 
     def scale(self, factor: float) -> None:
         import torch
@@ -137,13 +140,8 @@ class Reference:
 
 
 @pytest.fixture
-def reference(checkpoint: Path) -> Iterator[Reference]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is too small to share out, and the engine wants the cores
-    yield Reference(checkpoint)
-    torch.set_num_threads(threads)
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algos.advantages import centred, gae, group_normalised, leave_one_out, no_baseline
+from megarl.algos.advantages import centred, gae, group_normalised, leave_one_out
 
 
 def test_two_of_four_correct():
@@ -29,19 +29,6 @@ def test_centred_and_leave_one_out_by_hand():
     expected = [1 - 1.5 / 4, 0 - 2.5 / 4, 0 - 2.5 / 4, 1 - 1.5 / 4, 0.5 - 2 / 4]
     torch.testing.assert_close(leave_one_out(rewards_G), torch.tensor(expected).double())
     assert leave_one_out(torch.tensor([0.7])).tolist() == [0.0], "nobody to be better than"
-
-
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=9))
-def test_leave_one_out_is_centred_times_g_over_g_minus_1(rewards):
-    rewards_G = torch.tensor(rewards, dtype=torch.float64)
-    scale = len(rewards) / (len(rewards) - 1)
-    torch.testing.assert_close(
-        leave_one_out(rewards_G), centred(rewards_G) * scale, atol=1e-12, rtol=1e-12
-    )
-
-
-def test_without_a_baseline_the_advantage_is_the_reward():
-    assert no_baseline(torch.tensor([1.0, -0.5])).tolist() == [1.0, -0.5]
 
 
 def slow_gae(rewards, values, gamma, lam):

@@ -308,28 +308,6 @@ def test_neither_prompts_packing_splitting_nor_ranks_change_what_is_learnt(
     same(result, expected(name, hparams, batch))
 
 
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("rollout_correction", ["off", *ROLLOUT_CORRECTION_BOUNDS])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_is_not_learnt_from_may_be_anything(name, rollout_correction, junk):
-    """Prompts and padding: nothing of them in loss, gradient or statistics."""
-    batch, hparams = batch_of([4, 1, 9, 2, 2], seed=7), all_at_once(name, rollout_correction)
-    shares, split = (
-        [[tuple(batch.refs[:3]), ()], [tuple(batch.refs[3:])]],
-        Split(tp=2, cp=2, align=4),
-    )
-    plan = Update((), denominator=2.0, tokens=9, loss_tokens=9, correct_tokens=5)
-    with_junk, clean = (
-        seen(name, hparams, batch, shares, plan=plan, split=split, junk=value)
-        for value in (junk, 0.0)
-    )
-    assert math.isfinite(clean[0]) and all(gradient.isfinite().all() for gradient in clean[1])
-    assert (with_junk[0], with_junk[2]) == (clean[0], clean[2])
-    assert all(
-        torch.equal(gradient, other) for gradient, other in zip(with_junk[1], clean[1], strict=True)
-    )
-
-
 @pytest.mark.parametrize("name", FROM_REWARDS)
 def test_without_an_advantage_there_is_nothing_to_learn(name):
     batch = batch_of([1, 1, 5, 9], seed=2)

@@ -121,33 +121,33 @@ def _take_interrupts() -> None:
 
 
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's own model and data."""
+def inputs(tiny_model: Path, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's own model and data, where its recipe looks for them."""
     folder = tmp_path_factory.mktemp("inputs")
-    for script, target in (
-        ("make_tiny_moe.py", "models/tiny-qwen3-moe"),
-        ("make_arithmetic.py", "data"),
-    ):
-        command = [sys.executable, str(ROOT / "scripts" / script), "--out", str(folder / target)]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (folder / "models").mkdir()
+    (folder / "models" / "tiny-qwen3-moe").symlink_to(tiny_model)
+    (folder / "data").symlink_to(arithmetic)
     return folder
 
 
 @pytest.fixture
 def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """Start `megarl train` (or another verb) on the quickstart recipe, or another, with overrides and options, in a
-    folder that all commands of a test share; whatever a test does, nothing of it survives."""
+    folder that all commands of a test share; whatever a test does, nothing of it survives. module: of the command."""
     started: list[Command] = []
 
     for name in ("models", "data"):
         (tmp_path / name).symlink_to(inputs / name)
 
-    def start(*overrides: str, verb: str = "train", recipe: Path = RECIPE) -> Command:
+    def start(
+        *overrides: str, verb: str = "train", recipe: Path = RECIPE, module: str = "megarl.cli"
+    ) -> Command:
         marker = f"{tmp_path}-{len(started)}"
-        environment = {**os.environ, "MEGARL_TEST": marker}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "MEGARL_TEST": marker, "PYTHONPATH": path}
         before = shared_files()
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.cli", verb, str(recipe), *overrides],
+            [sys.executable, "-m", module, verb, str(recipe), *overrides],
             cwd=tmp_path,
             env=environment,
             stdout=subprocess.PIPE,

@@ -28,7 +28,7 @@ TOOLS_RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
 CALLING = (
     "data.train=calls.jsonl", "run.name=quickstart", "run.trackers=[]", "run.steps=100000", "warm_start.steps=25",
     "train.replay=r3", "rollout.prompts_per_step=16", "evaluation.max_prompts=16", "evaluation.every=1",
-    "algorithm.name=remax", "reshard.verify=full",
+    "algorithm.name=remax", "reshard.verify=full", "train.pp=1", "placement.gpus=2",
 )  # fmt: skip
 ENDS = get_args(EpisodeEnd)
 BOUND_S = 30.0
@@ -46,7 +46,7 @@ def _end(command, last_line: str, code: int) -> None:
 def test_ctrl_c_and_what_a_live_run_of_episodes_exposes(
     launch: Callable, quickstart_tools_inputs: Sequence[str], tmp_path: Path
 ) -> None:
-    """A run whose model calls a tool, in TP2 PP2 EP2, with the experts that the engine chose at each turn.
+    """A run whose model calls a tool, in TP2 EP2, with the experts that the engine chose at each turn.
 
     Of ReMax, so that greedy samples, which are none of those that it trains on, are drawn by day. All demonstrations of
     its warm start have a call: few steps teach it.

@@ -54,7 +54,7 @@ def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(
 def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(
     launch: Callable, tmp_path: Path
 ) -> None:
-    """TP2 PP2 EP2 into SGLang's own slots of an engine of TP2; on CPU it has these for the attention.
+    """PP2 into SGLang's own slots of an engine of TP2; on CPU it has these for the attention.
 
     A critic and a reward model compute with the same frozen weights, which all of them have in memory once.
     """
@@ -66,6 +66,7 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(
         "lora.targets=[q_proj, k_proj, v_proj, o_proj]",
     )
     others = ("algorithm.name=ppo", "critic.shares_weights=true", "reward_model.adapters=judge")
+    others += ("train.tp=1", "train.ep=1", "placement.gpus=2")
     command = launch(*KEYS, *lora_keys, *others, "run.steps=2", "algorithm.kl_coefficient=0.0")
     command.ends_well(400)
     start, *steps = command.records()
@@ -74,7 +75,7 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(
             "SGLang's adapters are what the trainer computes with"
         )
         assert record["train/grad_norm"] > 0
-        assert 0 < record["reshard/wire_bytes"] < start["reshard/wire_bytes"] / 20
+        assert 0 < record["reshard/wire_bytes"] < start["reshard/wire_bytes"] / 15
         assert record["critic/grad_norm"] > 0 and record["time/score_s"] > 0
     assert steps[0]["critic/value_mean"] == 0.0 != steps[1]["critic/value_mean"], (
         "a new head, which learns"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.model.hf_config import Yarn, end_token_ids, hf_facts, model_shape
-from megarl.model.shape import MlaShape, ModelShape
+from megarl.model.hf_config import end_token_ids, hf_facts, model_shape
+from megarl.model.shape import ModelShape
 from megarl.types import UserError
 
 SHAPE = ModelShape(2, 6, 4, 2, 4, 50, 4, 2, 8)
@@ -30,23 +30,11 @@ DEEPSEEK = json.loads(
     (Path(__file__).parents[2] / "recipes/models/deepseek-v3/config.json").read_text()
 )
 YARN = DEEPSEEK["rope_scaling"]
-DENSE: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 50,
-}
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def test_shape_is_read(tmp_path: Path) -> None:
-    assert model_shape(write(tmp_path, CONFIG)) == SHAPE
 
 
 def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
@@ -86,25 +74,6 @@ def test_missing_and_broken_config(tmp_path: Path) -> None:
         model_shape(tmp_path)
 
 
-def test_deepseek_v3(tmp_path: Path) -> None:
-    mla = MlaShape(1536, 512, 128, 64, 128)
-    assert model_shape(write(tmp_path, DEEPSEEK)) == ModelShape(
-        61, 7168, 128, 128, 128, 129280, 256, 8, 2048, num_dense_layers=3, ffn_size=18432, num_shared_experts=1,
-        router_bias=True, qk_norm=False, num_mtp_layers=1, mla=mla,
-    )  # fmt: skip
-    facts = hf_facts(tmp_path)
-    assert facts.yarn == Yarn(40, 4096, 32, 1, 1, 1)
-    assert (facts.num_groups, facts.top_groups, facts.routed_scaling) == (8, 4, 2.5)
-
-
-def test_deepseek_without_query_compression(tmp_path: Path) -> None:
-    shape = model_shape(
-        write(tmp_path, DEEPSEEK | {"q_lora_rank": None, "num_nextn_predict_layers": None})
-    )
-    assert shape.mla == MlaShape(None, 512, 128, 64, 128)
-    assert shape.num_mtp_layers == 0
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -128,34 +97,6 @@ def test_unsupported_facts(tmp_path: Path, change: dict[str, Any], problem: str)
     with pytest.raises(UserError) as caught:
         hf_facts(write(tmp_path, DEEPSEEK | change))
     assert problem in caught.value.problem
-
-
-@pytest.mark.parametrize(
-    ("architecture", "qk_norm", "qkv_bias"),
-    [
-        ("Qwen3ForCausalLM", True, False),
-        ("Qwen2ForCausalLM", False, True),
-        ("LlamaForCausalLM", False, False),
-    ],
-)
-def test_dense_families(tmp_path: Path, architecture: str, qk_norm: bool, qkv_bias: bool) -> None:
-    shape = model_shape(
-        write(tmp_path, DENSE | {"architectures": [architecture], "tie_word_embeddings": True})
-    )
-    assert shape == ModelShape(
-        2,
-        64,
-        4,
-        2,
-        16,
-        50,
-        num_dense_layers=2,
-        ffn_size=96,
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
-        tied=True,
-    )
-    assert shape.is_dense(1)
 
 
 @pytest.mark.parametrize(

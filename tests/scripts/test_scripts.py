@@ -134,14 +134,12 @@ def test_the_tokenizer_reads_one_character_a_token_and_chats(tiny_model: Path) -
     )
 
 
-@pytest.mark.slow
 def test_the_model_with_tools_differs_in_its_vocabulary_alone(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, quickstart_tools_inputs: list[str]
 ) -> None:
-    make("make_tiny_moe.py", "--tools", "--out", tmp_path / "tools")
+    with_tools = Path(quickstart_tools_inputs[0].removeprefix("model.path="))
     config, plain = (
-        json.loads((folder / "config.json").read_text())
-        for folder in (tmp_path / "tools", tiny_model)
+        json.loads((folder / "config.json").read_text()) for folder in (with_tools, tiny_model)
     )
     assert config.pop("vocab_size") == 112 and plain.pop("vocab_size") == 102
     assert config == plain
@@ -616,13 +614,15 @@ def run_test_sh(sandbox: Sandbox) -> list[str]:
     return result.stdout.splitlines()
 
 
-FRONT, LAST = (
-    "--ignore=tests/tracking -m slow and not nightly",
-    " tests/tracking -m slow and not nightly",
-)
+SLOW = "-m slow and not nightly"
+PARTS = [  # of each lane in turn: what runs in the foreground, beside the runs, and beside the fast tests
+    f"--ignore=tests/slurm {SLOW}",
+    *("tests/end_to_end", f" tests/tracking {SLOW}"),
+    *("-m not slow", f" tests/slurm {SLOW}"),
+]
 
 
-@pytest.mark.parametrize("fails", ["tests/end_to_end", "-m not slow", FRONT, LAST])
+@pytest.mark.parametrize("fails", PARTS)
 def test_test_sh_fails_where_any_part_does(ready: Sandbox, fails: str) -> None:
     for program in PROGRAMS:
         ready.stand_in(program, "")
@@ -631,10 +631,8 @@ def test_test_sh_fails_where_any_part_does(ready: Sandbox, fails: str) -> None:
     done = ready.test()
     assert done.returncode == 3, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("tests: ")]
-    ends = (FRONT, "tests/end_to_end", "-m not slow", LAST)
-    assert [line.endswith(end) for line, end in zip(lines, ends, strict=True)] == [True] * 4, (
-        "the background's last"
-    )
+    ends = zip(lines, PARTS, strict=True)
+    assert all(line.endswith(end) for line, end in ends), "those of the background last"
 
 
 def test_test_sh_installs_no_slurm_beside_a_clusters_own(ready: Sandbox) -> None:
