@@ -173,4 +173,9 @@ def test_other_layouts_agree_too(
         "a part of every step is sampled before the weights are published"
     )
     resolved = yaml.safe_load((command.folder / "runs/quickstart/recipe.yaml").read_text())
-    assert resolved["placement"] == {**placement, "network": "loopback", "hardware": None}
+    assert resolved["placement"] == {
+        **placement,
+        "network": "loopback",
+        "hardware": None,
+        "spare_nodes": 0,
+    }
