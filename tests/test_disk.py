@@ -224,9 +224,9 @@ def test_a_run_that_the_disk_has_no_room_for(disk: Path) -> None:
 def test_events_that_the_disk_has_no_room_for_are_written_later(disk: Path) -> None:
     console, text = plain()
     with RunLog(recipe_in(disk), console) as log:
-        # the file is opened with the first record
-        log._trackers.log(0, {"opens": 1.0})
-        while not list(log.folder.glob("events/*")):
+        log._trackers.log(0, {"first": 1.0})
+        # the file is opened in the background, and has its head and the recipe before the first record
+        while not any(b"first" in file.read_bytes() for file in log.folder.glob("events/*")):
             time.sleep(0.01)
         filler = fill(disk)
         log._trackers.log(1, {f"filler/{number}": 0.1 for number in range(1000)})
