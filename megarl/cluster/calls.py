@@ -142,8 +142,10 @@ class Calls:
         return done
 
     def _lose(self, worker: Worker, cause: Exception) -> None:
-        """Tell the owner of a replaceable worker that it is lost."""
-        on_loss = self._owners[worker]
+        """Tell the owner of a replaceable worker that it is lost, unless the owner has ended it with another one."""
+        on_loss = self._owners.get(worker)
+        if on_loss is None:
+            return
         self._forget(worker)
         on_loss(cause)
 
@@ -154,7 +156,7 @@ class Calls:
                 if self._quick_pulses.is_overdue(worker):
                     silence = self._silence_of(worker, self._quick_pulses)
                     self._lose(worker, WorkerFailed(silence, silence, worker.name))
-            elif self._pulses.silence_s(worker) >= self._timeout_s:
+            elif worker in self._workers and self._pulses.silence_s(worker) >= self._timeout_s:
                 silence = self._silence_of(worker, self._pulses)
                 raise WorkerFailed(silence, silence, worker.name)
 
@@ -214,22 +216,28 @@ class Calls:
         while pending:
             watches = {ref: worker for worker in self._workers for ref in worker.watch_refs}
             done = {*self._ended([*pending, *watches], self._workers)}
-            for worker, ref in {watches[ref]: ref for ref in done if ref in watches}.items():
-                if worker not in self._owners:
-                    return False
+            gone = {watches[ref]: ref for ref in done if ref in watches}
+            if not gone.keys() <= self._owners.keys():
+                return False
+            for worker, ref in gone.items():
                 self._lose(worker, _watch_error(worker, ref))
             try:
                 self._judge_silence(self._workers)
             except WorkerFailed:
                 return False
             pending -= done
-        # a call may end before the watch of its process does
         for ref, name in calls.items():
             error = failure(ref)
-            lost = [worker for worker in self._owners if worker.name == name]
-            if lost and error and is_loss(error):
-                self._lose(lost[0], reported(name, error))
+            if error and is_loss(error):
+                self._lose_if_ended(name, reported(name, error))
         return True
+
+    def _lose_if_ended(self, name: str, cause: Exception) -> None:
+        """After a call has failed, which may end before the watch of its process does; another may have its place."""
+        for worker in [worker for worker in self._owners if worker.name == name]:
+            ended, _ = ray.wait(worker.watch_refs, timeout=_LOOK_S)
+            if ended:
+                self._lose(worker, cause)
 
     def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
         """Call the same method of each worker; the results are in the workers' order. Raises as `gather` does."""
