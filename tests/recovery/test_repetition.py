@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.cluster.calls import WorkerFailed
+from megarl.recovery import repetition
 from megarl.recovery.rank_processes import LossKind, RankLoss
 from megarl.recovery.repetition import CannotRepeat, Repetition, SavedState
 from megarl.recovery.restarts import Restarts
@@ -247,6 +248,51 @@ def test_a_step_can_be_taken_back_after_its_training() -> None:
     assert world.state == expected(2)
     world.train(3)
     assert world.state == expected(3)
+
+
+def test_a_copy_from_which_the_ranks_go_on_is_not_written_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a loss meanwhile would leave no whole copy; a state that trainings led to has no copy yet."""
+    world = World(copies=True, every=None)
+    world.repetition.begin(0)
+    for step in (1, 2):
+        world.train(step)
+        world.publish(step)
+    world.settle()
+    begun: list[int] = []
+    monkeypatch.setattr(world, "begin", lambda step, *_: begun.append(step))
+    world.groups[0].lose()
+    world.repetition.attempt(3, lambda: None)
+    assert (world.state, begun) == (expected(2), [])
+    world.newest = Generation(1, 1, {})
+    world.groups[0].lose()
+    world.repetition.attempt(3, lambda: None)
+    assert (world.state, begun) == (expected(2), [2])
+
+
+def test_time_that_is_lost_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a run that goes back to before a step, in which the ranks are brought back."""
+    now_s = 100.0
+
+    def tick() -> float:
+        nonlocal now_s
+        now_s += 1.0
+        return now_s
+
+    world = World(copies=True, every=None)
+    world.repetition.begin(0)
+    world.train(1)
+    world.publish(1)
+    world.settle()
+    world.groups[0].lose()
+    monkeypatch.setattr(repetition, "time", SimpleNamespace(monotonic=tick))
+    began_s = now_s
+    end_lost_time = world.repetition.lost_time()
+    assert world.repetition.go_back(1)
+    end_lost_time()
+    # by a clock that goes on by a second whenever it is looked at
+    assert world.repetition.take_metrics()["recovery/seconds"] == now_s - began_s - 1.0
 
 
 def test_a_model_that_learns_nothing_is_rebuilt_alone() -> None:
