@@ -67,6 +67,10 @@ class Calls:
         """Whether a worker is on this node."""
         raise NotImplementedError
 
+    def _is_out_of_reach(self, worker: Worker) -> bool:
+        """Whether a worker's node has died, or another one has its slots."""
+        raise NotImplementedError
+
     def _strategy(self, slot: int) -> object:
         """Where Ray starts the worker of a slot."""
         raise NotImplementedError
@@ -320,6 +324,8 @@ class Calls:
         if self._is_here(worker):
             processes.kill_tree(pid)
             return
+        if self._is_out_of_reach(worker):
+            return  # a process of that number on the other node is another one
         # a process that a signal has stopped does not answer Ray
         killer = Worker("killer", worker.slot, self.host, self._strategy(worker.slot), gpus=0)
         answers({killer.compute("megarl.cluster.processes:kill_tree", pid): "killer"}, _KILLING_S)
