@@ -42,6 +42,10 @@ class WorkerFailed(Exception):
         return self.message
 
 
+class ResultsLost(WorkerFailed):
+    """A worker needs what another has made, which was on a node that has died; no call brings it back."""
+
+
 class Calls:
     """Waits for calls to workers.
 
@@ -378,6 +382,18 @@ def reported(name: str, cause: Exception) -> Exception:
         return cause
     if isinstance(cause, ray.exceptions.RayActorError):
         return WorkerFailed(f"{name}: its process died", str(cause), name)
+    if _is_of_lost_result(cause):
+        problem = f"{name}: what another process had made for it is lost with its node"
+        return ResultsLost(problem, str(cause), name)
     raised = getattr(cause, "cause", cause)
     last_line = str(raised).strip().splitlines()[-1:] or [""]
     return WorkerFailed(f"{name}: {type(raised).__name__}: {last_line[0]}", str(cause), name)
+
+
+def _is_of_lost_result(error: object) -> bool:
+    """Whether an error, or the one that it comes from, is that of an argument or a result that is nowhere any more."""
+    while error is not None:
+        if isinstance(error, ray.exceptions.ObjectLostError):
+            return True
+        error = getattr(error, "cause", None)
+    return False

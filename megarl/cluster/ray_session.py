@@ -149,10 +149,6 @@ class Cluster(Calls):
         """The addresses of the live nodes that no slot is on; the first replaces the next node."""
         return [node.address for node in self._slots.spares()]
 
-    def dead_nodes(self) -> list[str]:
-        """The addresses of the nodes with slots that Ray has lost, or whose raylet cannot be reached (3 s at most)."""
-        return [node.address for node in self._dead()]
-
     def faulty_nodes(self, failed: WorkerFailed) -> list[str]:
         """The addresses of the nodes with slots that are to blame for a failure, or for an earlier one; [] if none is.
 
@@ -206,7 +202,8 @@ class Cluster(Calls):
             return
         for node in self._dead():
             spare = self.replace_node(node.address)
-            self._faults.note(node, "fault", f"it died; its slots are on node {spare} from now on")
+            self._faults.note(node, "fault", "it died")
+            self._say(f"node {node.address} has died: its slots are on node {spare} from now on")
 
     def worker(
         self, name: str, slot: int, on_loss: OnLoss | None = None, gpus: float = 1 / SHARES

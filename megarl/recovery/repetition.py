@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from megarl.cluster.actor import Worker
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.calls import ResultsLost, WorkerFailed
 from megarl.recovery.rank_processes import RankLoss, RankProcesses
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_copies import Generation, StateCopies
@@ -28,7 +28,7 @@ _NO_SLOT = -1  # of faults that no process died of
 
 
 class CannotRepeat(Exception):
-    """There is no state from which the step can be repeated: the run goes back to a checkpoint, or to its start."""
+    """There is no state or no sample with which an action can be repeated: the run goes back to before the step."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,8 @@ class Repetition:
             except Exception as error:
                 end_lost_time()
                 self.admit(step, error)
+                if isinstance(error, ResultsLost):
+                    raise CannotRepeat from error
                 self._is_stale |= trains
 
     def excuse(self, action: Callable[[], None]) -> None:
@@ -201,6 +203,10 @@ class Repetition:
             raise error
         if isinstance(error, WorkerFailed):
             self._end_ranks_of(error)
+        if isinstance(error, ResultsLost):
+            # no fault of a rank
+            self._counted += [loss for loss in self._losses() if loss.cause is error]
+            self._count(_NO_SLOT, "fault", error, "")
         if may_repeat:
             self._refuse_repeated(step, error)
             self._count(_NO_SLOT, "fault", error, "")

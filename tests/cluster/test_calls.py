@@ -10,7 +10,7 @@ import pytest
 import ray.exceptions
 
 from megarl.cluster import calls
-from megarl.cluster.calls import Calls, WorkerFailed
+from megarl.cluster.calls import Calls, ResultsLost, WorkerFailed, reported
 
 
 @dataclass(eq=False)
@@ -121,3 +121,15 @@ def test_the_call_of_a_worker_that_is_replaced_already_does_not_count_for_its_su
     session.kill("watch new")
     assert session.settled("call")
     assert session.told == ["watch old", "watch new"]
+
+
+@pytest.mark.parametrize("num_calls", [0, 1, 2])
+def test_what_is_lost_with_its_node_is_told_from_other_errors(num_calls: int) -> None:
+    """However many calls it was handed on by."""
+    error: ray.exceptions.RayError = ray.exceptions.ObjectLostError("ab" * 28, None, "")  # type: ignore[arg-type]
+    for _ in range(num_calls):
+        error = ray.exceptions.RayTaskError("train", "traceback", error, "", 1, "127.0.0.1")
+    lost = reported("rank 0", error)
+    assert isinstance(lost, ResultsLost) and lost.worker == "rank 0"
+    other = ray.exceptions.RayTaskError("train", "traceback", ValueError(), "", 1, "127.0.0.1")
+    assert not isinstance(reported("rank 0", other), ResultsLost)

@@ -114,7 +114,8 @@ def test_a_node_that_a_spare_one_replaces_is_to_blame(world: World) -> None:
     world.cluster.replace_dead_nodes()
     world.cluster.replace_dead_nodes()
     assert world.lines == [
-        "node n2 (10.0.0.2): it died; its slots are on node 10.0.0.3 from now on"
+        "node n2 (10.0.0.2): it died",
+        "node 10.0.0.2 has died: its slots are on node 10.0.0.3 from now on",
     ]
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.calls import ResultsLost, WorkerFailed
 from megarl.recovery import repetition
 from megarl.recovery.rank_processes import LossKind, RankLoss
 from megarl.recovery.repetition import CannotRepeat, Repetition, SavedState
@@ -355,6 +355,29 @@ def test_a_fault_that_may_be_repeated_is_repeated_from_the_state_before() -> Non
         faults.append(fault)
     with pytest.raises(Fault):
         world.train(2, lambda: fail() if faults else None)
+
+
+def test_samples_that_are_lost_with_their_node_come_with_the_whole_step_alone() -> None:
+    """The ranks that asked for them are ended, as all that wait for these, and are not to blame."""
+    world = World(copies=True, every=None, restarts=1)
+    world.groups[0].kind = "error"
+    world.repetition.begin(0)
+    world.train(1)
+    world.publish(1)
+    times = iter([1, 2])
+
+    def miss() -> None:
+        next(times)
+        raise ResultsLost("training rank 0: what it needs is lost", "traceback", "training rank 0")
+
+    with pytest.raises(CannotRepeat):
+        world.train(2, miss)
+    assert world.repetition.go_back(1) and world.state == expected(1)
+    assert next(times) == 2, "once"
+    world.train(2)
+    assert world.state == expected(2)
+    metrics = world.repetition.take_metrics()
+    assert metrics["recovery/rank_faults"] == 1.0 and "recovery/rank_errors" not in metrics
 
 
 @pytest.mark.parametrize("restarts", [None, 3])
