@@ -42,6 +42,10 @@ class WorkerFailed(Exception):
         return self.message
 
 
+class ResultsLost(WorkerFailed):
+    """A worker needs what another has made, which was on a node that has died; no call brings it back."""
+
+
 class Calls:
     """Waits for calls to workers.
 
@@ -65,6 +69,10 @@ class Calls:
 
     def _is_here(self, worker: Worker) -> bool:
         """Whether a worker is on this node."""
+        raise NotImplementedError
+
+    def _is_out_of_reach(self, worker: Worker) -> bool:
+        """Whether a worker's node has died, or another one has its slots."""
         raise NotImplementedError
 
     def _strategy(self, slot: int) -> object:
@@ -142,8 +150,10 @@ class Calls:
         return done
 
     def _lose(self, worker: Worker, cause: Exception) -> None:
-        """Tell the owner of a replaceable worker that it is lost."""
-        on_loss = self._owners[worker]
+        """Tell the owner of a replaceable worker that it is lost, unless the owner has ended it with another one."""
+        on_loss = self._owners.get(worker)
+        if on_loss is None:
+            return
         self._forget(worker)
         on_loss(cause)
 
@@ -154,7 +164,7 @@ class Calls:
                 if self._quick_pulses.is_overdue(worker):
                     silence = self._silence_of(worker, self._quick_pulses)
                     self._lose(worker, WorkerFailed(silence, silence, worker.name))
-            elif self._pulses.silence_s(worker) >= self._timeout_s:
+            elif worker in self._workers and self._pulses.silence_s(worker) >= self._timeout_s:
                 silence = self._silence_of(worker, self._pulses)
                 raise WorkerFailed(silence, silence, worker.name)
 
@@ -214,22 +224,28 @@ class Calls:
         while pending:
             watches = {ref: worker for worker in self._workers for ref in worker.watch_refs}
             done = {*self._ended([*pending, *watches], self._workers)}
-            for worker, ref in {watches[ref]: ref for ref in done if ref in watches}.items():
-                if worker not in self._owners:
-                    return False
+            gone = {watches[ref]: ref for ref in done if ref in watches}
+            if not gone.keys() <= self._owners.keys():
+                return False
+            for worker, ref in gone.items():
                 self._lose(worker, _watch_error(worker, ref))
             try:
                 self._judge_silence(self._workers)
             except WorkerFailed:
                 return False
             pending -= done
-        # a call may end before the watch of its process does
         for ref, name in calls.items():
             error = failure(ref)
-            lost = [worker for worker in self._owners if worker.name == name]
-            if lost and error and is_loss(error):
-                self._lose(lost[0], reported(name, error))
+            if error and is_loss(error):
+                self._lose_if_ended(name, reported(name, error))
         return True
+
+    def _lose_if_ended(self, name: str, cause: Exception) -> None:
+        """After a call has failed, which may end before the watch of its process does; another may have its place."""
+        for worker in [worker for worker in self._owners if worker.name == name]:
+            ended, _ = ray.wait(worker.watch_refs, timeout=_LOOK_S)
+            if ended:
+                self._lose(worker, cause)
 
     def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
         """Call the same method of each worker; the results are in the workers' order. Raises as `gather` does."""
@@ -312,6 +328,8 @@ class Calls:
         if self._is_here(worker):
             processes.kill_tree(pid)
             return
+        if self._is_out_of_reach(worker):
+            return  # a process of that number on the other node is another one
         # a process that a signal has stopped does not answer Ray
         killer = Worker("killer", worker.slot, self.host, self._strategy(worker.slot), gpus=0)
         answers({killer.compute("megarl.cluster.processes:kill_tree", pid): "killer"}, _KILLING_S)
@@ -364,6 +382,18 @@ def reported(name: str, cause: Exception) -> Exception:
         return cause
     if isinstance(cause, ray.exceptions.RayActorError):
         return WorkerFailed(f"{name}: its process died", str(cause), name)
+    if _is_of_lost_result(cause):
+        problem = f"{name}: what another process had made for it is lost with its node"
+        return ResultsLost(problem, str(cause), name)
     raised = getattr(cause, "cause", cause)
     last_line = str(raised).strip().splitlines()[-1:] or [""]
     return WorkerFailed(f"{name}: {type(raised).__name__}: {last_line[0]}", str(cause), name)
+
+
+def _is_of_lost_result(error: object) -> bool:
+    """Whether an error, or the one that it comes from, is that of an argument or a result that is nowhere any more."""
+    while error is not None:
+        if isinstance(error, ray.exceptions.ObjectLostError):
+            return True
+        error = getattr(error, "cause", None)
+    return False

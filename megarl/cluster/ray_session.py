@@ -59,6 +59,8 @@ class Cluster(Calls):
         self._num_spares = spare_nodes
         self._faults = NodeFaults(say)
         self._say = say
+        # of all workers that there have been, also those whose slots are on another node now
+        self._homes: dict[Worker, ReservedNode] = {}
         self._unstarted: set[Worker] = set()  # whose processes never came up, and were reported
 
     @classmethod
@@ -147,10 +149,6 @@ class Cluster(Calls):
         """The addresses of the live nodes that no slot is on; the first replaces the next node."""
         return [node.address for node in self._slots.spares()]
 
-    def dead_nodes(self) -> list[str]:
-        """The addresses of the nodes with slots that Ray has lost, or whose raylet cannot be reached (3 s at most)."""
-        return [node.address for node in self._dead()]
-
     def faulty_nodes(self, failed: WorkerFailed) -> list[str]:
         """The addresses of the nodes with slots that are to blame for a failure, or for an earlier one; [] if none is.
 
@@ -160,17 +158,15 @@ class Cluster(Calls):
             return []
         for node in self._dead():
             self._faults.note(node, "fault", f"it died ({failed})")
-        for worker in self._workers:
-            error = hardware_error(failed.evidence)
-            if error and failed.message.startswith(f"{worker.name}: "):
-                self._faults.note(
-                    self._slots.node_of(worker.slot), "fault", f"{worker.name}: {error}"
-                )
-        unstarted = [worker for worker in self._workers if self._has_never_started(worker)]
+        # a replaceable one is watched no longer; others of the name were before it
+        failing = [worker for worker in self._homes if worker.name == failed.worker][-1:]
+        error = hardware_error(failed.evidence)
+        for worker in failing if error else ():
+            self._faults.note(self._homes[worker], "fault", f"{worker.name}: {error}")
+        suspects = dict.fromkeys([*self._workers, *failing])
+        unstarted = [worker for worker in suspects if self._has_never_started(worker)]
         # several on one node have one cause
-        for node, worker in {
-            self._slots.node_of(worker.slot): worker for worker in unstarted
-        }.items():
+        for node, worker in {self._homes[worker]: worker for worker in unstarted}.items():
             self._faults.note(node, "suspicion", f"{worker.name} did not start")
         self._unstarted.update(unstarted)
         return [node.address for node in self._slots.in_use if self._faults.is_bad(node)]
@@ -187,7 +183,7 @@ class Cluster(Calls):
         if not is_dead or worker in self._unstarted:
             return False
         self._pulses.ask([worker])
-        return worker not in self._pulses.pids
+        return self._pid_of(worker) is None
 
     def replace_node(self, address: str) -> str:
         """Put the slots of a node, dead or not, on a spare node from now on; returns its address.
@@ -204,9 +200,10 @@ class Cluster(Calls):
         """Put the slots of each node that has died on a spare node. Raises WorkerFailed where too few are left."""
         if not self._joins:
             return
-        for address in self.dead_nodes():
-            spare = self.replace_node(address)
-            self._say(f"node {address} has died: its slots are on node {spare} from now on")
+        for node in self._dead():
+            spare = self.replace_node(node.address)
+            self._faults.note(node, "fault", "it died")
+            self._say(f"node {node.address} has died: its slots are on node {spare} from now on")
 
     def worker(
         self, name: str, slot: int, on_loss: OnLoss | None = None, gpus: float = 1 / SHARES
@@ -218,6 +215,7 @@ class Cluster(Calls):
         """
         worker = Worker(name, slot, self.host, self._strategy(slot), gpus)
         self._workers.append(worker)
+        self._homes[worker] = self._slots.node_of(slot)
         if on_loss:
             self._owners[worker] = on_loss
         return worker
@@ -234,7 +232,7 @@ class Cluster(Calls):
         }
         placements = self.gather(calls)
         for worker, placed in zip(workers, placements, strict=True):
-            address = self._node_of(worker)
+            address = self._slots.node_of(worker.slot).address
             if placed.address != address:
                 raise RuntimeError(
                     f"{worker.name} of GPU slot {worker.slot} is on {placed.address}, not on {address}"
@@ -242,10 +240,11 @@ class Cluster(Calls):
         return placements
 
     def _is_here(self, worker: Worker) -> bool:
-        return not self._joins or self._node_of(worker) == self.host
+        return not self._joins or self._homes[worker].address == self.host
 
-    def _node_of(self, worker: Worker) -> str:
-        return self._slots.node_of(worker.slot).address
+    def _is_out_of_reach(self, worker: Worker) -> bool:
+        home = self._homes[worker]
+        return home not in self._slots.in_use or home in self._slots.dead()
 
     def put(self, value: object) -> Ref:
         self._check_servers()

@@ -110,14 +110,25 @@ class Saver:
         self._last = _RunState(self._progress(step, buffer), buffer)
         metrics: Metrics = {}
         if self.is_due(step):
-            self._make_way(step)
-            with self._tolerating(step):
-                metrics |= self._write(self._last)
+            # where ranks were lost in it, it has been begun once more already
+            if self._open_step != step:
+                self._make_way(step)
+                with self._tolerating(step):
+                    metrics |= self._write(self._last)
             metrics["checkpoint/failed"] = self._num_failed
         if self._waited_s:
             metrics["checkpoint/waited_s"] = self._waited_s
             self._waited_s = 0.0
         return metrics
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a checkpoint is begun and not complete."""
+        return self._begun is not None
+
+    @property
+    def _open_step(self) -> int | None:
+        return self._begun.progress.step if self._begun else None
 
     def _progress(self, step: int, buffer: GroupBuffer) -> Progress:
         return Progress(
@@ -171,23 +182,35 @@ class Saver:
 
     def set_aside(self) -> None:
         """Remove what there is of the checkpoint that is being written, because ranks are gone that write it."""
-        if self._begun:
-            self._snapshots.abandon(self._begun.folder)
-            self._aside = self._begun
-            self._begun = None
+        begun = self._begun
+        if begun is None:
+            return
+        step = begun.progress.step
+        self._on_disk(partial(self._snapshots.abandon, begun.folder), step)
+        self._begun = None
+        # one that is lost while it is written again is recorded as it was before
+        if self._aside is None or self._aside.progress.step != step:
+            self._aside = begun
 
     def save_again(self, step: int) -> None:
         """Write the checkpoint that was set aside, if it is of this step, whose state the ranks have again.
 
-        It is completed at once if the step has its record: a further loss would need its samples once more.
+        It is completed at once if the step has its record: a further loss would need its samples once more. One of an
+        earlier step is given up: the ranks' state is later.
         """
         aside = self._aside
-        if aside and aside.progress.step == step:
+        if aside is None or aside.progress.step > step:
+            return
+        if aside.progress.step < step:
+            self._say(
+                f"the checkpoint of step {aside.progress.step} is not written: the ranks that wrote it are lost"
+            )
+        else:
             with self._tolerating(step):
                 self._open(aside.progress, aside.buffer)
                 if aside.is_recorded:
                     self._complete()
-            self._aside = None
+        self._aside = None
 
     def go_back(self, step: int, buffer: GroupBuffer) -> None:
         """The run goes back to before the publication of this step's weights, and what is being written is removed.
@@ -198,7 +221,8 @@ class Saver:
         self._aside = None
         self._last = None
         if step:
-            self._last = _RunState(self._progress(step, buffer), buffer)
+            is_saved = self.saved is not None and self.saved.step == step
+            self._last = _RunState(self._progress(step, buffer), None if is_saved else buffer)
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:

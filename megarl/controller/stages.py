@@ -235,10 +235,14 @@ def publish(run: Run, step: Step) -> None:
 
 def settle(run: Run, number: int) -> None:
     """Complete the checkpoint of a step whose record is written, or leave an asynchronous one to the next step."""
-    if run.repetition:
-        run.repetition.excuse(partial(run.saver.settle, number))
-    else:
-        run.saver.settle(number)
+    complete = partial(run.saver.settle, number)
+    if run.repetition is None:
+        complete()
+        return
+    run.repetition.excuse(complete)
+    if number == run.recipe.run.steps and run.saver.is_open:
+        # no later step makes it good
+        run.repetition.attempt(number, complete)
 
 
 def _repeated(run: Run, step: Step, action: Callable[[], Result]) -> Result:

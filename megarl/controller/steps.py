@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -98,7 +97,7 @@ def _advanced(run: Run, between: _Between, take_step: TakeStep) -> _Between:
 def _after_failure(run: Run, between: _Between, error: Exception) -> _Between:
     """Go back to before the step, to a checkpoint or to the start. Raises the error if it ends the run."""
     assert run.repetition
-    failed_s = time.monotonic()
+    end_lost_time = run.repetition.lost_time()
     while True:
         with suppress(Exception):
             # a failure does not cost the checkpoint that was being written
@@ -110,7 +109,7 @@ def _after_failure(run: Run, between: _Between, error: Exception) -> _Between:
         except Exception as again:
             error = again
         else:
-            run.repetition.note_seconds(failed_s)
+            end_lost_time()
             return between
 
 

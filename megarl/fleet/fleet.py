@@ -177,8 +177,9 @@ class Fleet(TrainingFleet):
         if trains_merged(self.roles.policy.recipe):
             kept_share = self.trainers.round_weights(version)
         payloads = self._publish(version)
-        self.version = version
         readings |= self.onload_for("rollout")
+        # now, or a reshard that is repeated because a rank was lost in these lines would be of another version
+        self.version = version
         num_lost = self.engines.processes.num_lost
         readings["recovery/engines_lost"] = num_lost - self._num_lost
         self._num_lost = num_lost

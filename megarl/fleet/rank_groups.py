@@ -180,9 +180,10 @@ class RankGroup:
         Raises WorkerFailed, too, where a rank's disk has not answered for run.timeout_s.
         """
         self._num_disk_calls += 1
-        calls = {worker.call(method, *args): worker.name for worker in self.workers}
+        number = self._num_disk_calls  # goes on where the ranks are started anew
+        calls = {worker.call(method, *args, number): worker.name for worker in self.workers}
         attended = {
-            worker.call("attend_disk", self._num_disk_calls, self._saved_in): worker.name
+            worker.call("attend_disk", number, self._saved_in): worker.name
             for worker in self.workers
         }
         try:

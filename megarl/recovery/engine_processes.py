@@ -200,7 +200,9 @@ class EngineProcesses:
     def discard_all(self) -> None:
         """End all engines, because calls of work that was given up are open; `restore` starts them anew."""
         for engine in self.engines:
-            self._discard(engine)
+            # its process id may be another process's by now
+            if engine.state != "lost":
+                self._discard(engine)
 
     def started(self) -> None:
         """The calls of `start` have returned."""
@@ -246,6 +248,8 @@ class EngineProcesses:
         for engine in self.engines:
             if engine.shares and engine.state in ("starting", "sizing", "filling"):
                 self._discard(engine)
+                if self.weights:
+                    self.weights.abandon_copies(engine, "its memory is handed over")
 
     def restore(self) -> None:
         """Start every engine that is lost, and wait until all are started; those are empty then."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from megarl.cluster.actor import Worker
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.calls import ResultsLost, WorkerFailed
 from megarl.recovery.rank_processes import RankLoss, RankProcesses
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_copies import Generation, StateCopies
@@ -28,7 +28,7 @@ _NO_SLOT = -1  # of faults that no process died of
 
 
 class CannotRepeat(Exception):
-    """There is no state from which the step can be repeated: the run goes back to a checkpoint, or to its start."""
+    """There is no state or no sample with which an action can be repeated: the run goes back to before the step."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +168,17 @@ class Repetition:
         trains: whether it changes their state. Raises what ends the run, or CannotRepeat.
         """
         while True:
-            began_s = time.monotonic()
+            end_lost_time = self.lost_time()
             try:
                 self._make_whole(step)
                 return action()
             except CannotRepeat:
                 raise
             except Exception as error:
-                self.note_seconds(began_s)
+                end_lost_time()
                 self.admit(step, error)
+                if isinstance(error, ResultsLost):
+                    raise CannotRepeat from error
                 self._is_stale |= trains
 
     def excuse(self, action: Callable[[], None]) -> None:
@@ -201,6 +203,10 @@ class Repetition:
             raise error
         if isinstance(error, WorkerFailed):
             self._end_ranks_of(error)
+        if isinstance(error, ResultsLost):
+            # no fault of a rank
+            self._counted += [loss for loss in self._losses() if loss.cause is error]
+            self._count(_NO_SLOT, "fault", error, "")
         if may_repeat:
             self._refuse_repeated(step, error)
             self._count(_NO_SLOT, "fault", error, "")
@@ -252,13 +258,13 @@ class Repetition:
         self._is_stale |= any(loss.is_trained for loss in losses)
         if not (self._is_stale or losses):
             return
-        began_s = time.monotonic()
+        end_lost_time = self.lost_time()
         if self._is_stale:
             self._restore()
         else:
             self._say_causes("these ranks are started anew")
             self._rebuild(afresh=False)
-        self.note_seconds(began_s)
+        end_lost_time()
 
     def _restore(self) -> None:
         """Bring back the state after the last training. Raises CannotRepeat."""
@@ -277,18 +283,23 @@ class Repetition:
             self._ranks.load_state(point.folder)
         self._ranks.state_restored(point.version)
         self._checkpoints.save_again(point.step)
-        for training in self._trainings_after(point.step):
+        repeated = self._trainings_after(point.step)
+        for training in repeated:
             training.run()
             if training.version is not None:
                 self._ranks.state_restored(training.version)
             self._checkpoints.save_again(training.step)
         self._is_stale = False
-        self._copy_at_once()
+        if repeated:
+            self._copy_at_once(repeated[-1].version)
 
-    def _copy_at_once(self) -> None:
-        """Copy a state that was reached by trainings again, or the next loss would need one more of them."""
-        if self._copies and self._trainings and self._trainings[-1].version is not None:
-            self._copies.begin(self._step, self._trainings[-1].version, self._ranks.trained_ranks)
+    def _copy_at_once(self, version: int | None) -> None:
+        """Copy a state that was reached by trainings again, or the next loss would need one more of them.
+
+        version: with which its weights were published; None if they were not yet.
+        """
+        if self._copies and version is not None:
+            self._copies.begin(self._step, version, self._ranks.trained_ranks)
             self._copies.settle()
             self._forget_old()
 
@@ -344,9 +355,15 @@ class Repetition:
         self._trainings = []
         self._rebuild(afresh=True)
 
-    def note_seconds(self, since_s: float) -> None:
-        """Count the time since then, by `time.monotonic`, as lost."""
-        self._metrics["recovery/seconds"] += time.monotonic() - since_s
+    def lost_time(self) -> Callable[[], None]:
+        """Begins now; the call ends it, and counts it once with all that was counted meanwhile."""
+        began_s = time.monotonic()
+        before_s = self._metrics.get("recovery/seconds", 0.0)
+
+        def end() -> None:
+            self._metrics["recovery/seconds"] = before_s + time.monotonic() - began_s
+
+        return end
 
     def take_metrics(self) -> Metrics:
         """What failures and copies have cost since the last call."""

@@ -131,8 +131,9 @@ class StateCopies:
             return {}
         self._taking = None
         began_s = time.monotonic()
-        generation = self._gathered(begun.generation, begun.first)
+        self._await(begun.first)
         waited_s = time.monotonic() - began_s
+        generation = self._with_copies(begun.generation, begun.first)
         if not generation.is_usable:
             self._free()
             return {}
@@ -149,14 +150,15 @@ class StateCopies:
         if begun is None:
             return
         self._spreading = None
-        generation = self._gathered(self._generations[0], begun.second)
+        self._await(begun.second)
+        # as it is now: a keeper may have been lost meanwhile
+        generation = self._with_copies(self._generations[0], begun.second)
         if generation.is_usable:
             self._generations = [generation]
             self._free()
 
-    def _gathered(self, generation: Generation, calls: Sequence[_CopyCall]) -> Generation:
-        """The generation with the copies that these calls have made, once all have ended."""
-        self._await({call.ref: f"copy of {call.rank}" for call in calls})
+    def _with_copies(self, generation: Generation, calls: Sequence[_CopyCall]) -> Generation:
+        """The generation with the copies that these calls have made, all of which have ended."""
         failures = []
         for call in calls:
             if error := failure(call.ref):
@@ -208,13 +210,16 @@ class StateCopies:
         self.start()
         starts = self._starts
         self._starts = {}
-        self._await({ref: f"keeper of copies {node}" for node, ref in starts.items()})
+        self._await_all({ref: f"keeper of copies {node}" for node, ref in starts.items()})
         for node, ref in starts.items():
             if (error := failure(ref)) and node in self._keepers:
                 self._lose(node, reported(self._keepers[node].name, error))
         return len(self._keepers) == len(self._first_slots)
 
-    def _await(self, calls: Mapping[Ref, str]) -> None:
+    def _await(self, calls: Sequence[_CopyCall]) -> None:
+        self._await_all({call.ref: f"copy of {call.rank}" for call in calls})
+
+    def _await_all(self, calls: Mapping[Ref, str]) -> None:
         """Wait until all have ended, well or not; a call of a keeper fails by the loss of a rank, too."""
         pending = dict(calls)
         while pending:

@@ -63,7 +63,8 @@ class TrainingRank:
         self.shape = shape
         self.layout = role.layout
         self._recipe = recipe
-        self._num_disk_calls = 0
+        # the number of the last call of `save` or `finish_save` that has ended
+        self._last_disk_call = 0
         self._store = device.join_store(meet, recipe.run.timeout_s)
         of_rank = shape, self.layout, rank
         self._model = RankModel(
@@ -114,35 +115,36 @@ class TrainingRank:
         """Only the weights of a checkpoint, or the factors of adapters."""
         self._model.load_weights(folder)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, number: int) -> None:
         """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile.
 
-        Raises UserError, as `finish_save`, where the disk is full or the folder is gone; training may go on then, too.
+        number: of this call, for `attend_disk`. Raises UserError, as `finish_save`, where the disk is full or the
+        folder is gone; training may go on then, too.
         """
         # threads and files of this process: no call could return them
         self._saved_in = folder
-        with self._disk_call():
+        with self._disk_call(number):
             self._pending = self._model.save(folder)
 
     def has_saved(self) -> bool:
         """Whether `finish_save` would wait for no file of this rank."""
         return self._pending.is_written()
 
-    def finish_save(self) -> dict[str, Digest]:
-        """Wait until the files of all ranks are written; the digests of this rank's own."""
-        with self._disk_call():
+    def finish_save(self, number: int) -> dict[str, Digest]:
+        """Wait until the files of all ranks are written; the digests of this rank's own. number: as of `save`."""
+        with self._disk_call(number):
             self._pending.finish()
             return digests(self._saved_in, self._pending.files)
 
-    async def attend_disk(self, calls: int, folder: Path) -> None:
-        """Return when so many calls of `save` and `finish_save` have ended, from the first.
+    async def attend_disk(self, number: int, folder: Path) -> None:
+        """Return when the call of `save` or `finish_save` with this number has ended; later ones have higher numbers.
 
         Raises Silence where the folder's disk, as this node sees it, has not answered for run.timeout_s meanwhile:
         such a call would never end.
         """
         began = time.monotonic()
         pulse = None
-        while self._num_disk_calls < calls:
+        while self._last_disk_call < number:
             await asyncio.sleep(_LOOK_S)
             if pulse:
                 pulse.check("a checkpoint")
@@ -150,12 +152,12 @@ class TrainingRank:
                 pulse = DiskPulse(visible_folder(folder), self._recipe.run.timeout_s - _SHORT_S)
 
     @contextmanager
-    def _disk_call(self) -> Iterator[None]:
+    def _disk_call(self, number: int) -> Iterator[None]:
         try:
             with writing(visible_folder(self._saved_in), "a checkpoint"):
                 yield
         finally:
-            self._num_disk_calls += 1
+            self._last_disk_call = number
 
     def begin_copy(self) -> tuple[int, bytes]:
         """Begin to hand out a copy of the state, by `copied_bytes`; its size in bytes, and its small parts.

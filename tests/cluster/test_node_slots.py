@@ -29,6 +29,9 @@ def wait_for(deed):
     tell("do", deed)
     sys.stdin.readline()
 
+def dead(cluster):
+    return [node.address for node in cluster._dead()]
+
 def start(cluster, name, slot):
     worker = cluster.worker(name, slot)
     cluster.gather({worker.start("tests.cluster.idle:Idle", slot): name}, among=[worker])
@@ -37,7 +40,7 @@ def start(cluster, name, slot):
     return worker
 
 with Cluster(2, node_gpus=1, spare_nodes=1) as cluster:
-    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *cluster.dead_nodes())
+    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
     first = start(cluster, "rank 0", 0)
     start(cluster, "rank 1", 1)
     second = cluster.nodes[1]
@@ -47,10 +50,10 @@ with Cluster(2, node_gpus=1, spare_nodes=1) as cluster:
         cluster.gather({first.call("hang"): "rank 0"})
     except WorkerFailed as failed:
         tell("failed", failed)
-        tell("faulty", *cluster.faulty_nodes(failed), "dead", *cluster.dead_nodes())
+        tell("faulty", *cluster.faulty_nodes(failed), "dead", *dead(cluster))
         tell("seconds", time.monotonic() - began)
     tell("replaced by", cluster.replace_node(second))
-    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *cluster.dead_nodes())
+    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
     start(cluster, "rank 1 again", 1)
     try:
         cluster.replace_node(cluster.nodes[1])
@@ -60,7 +63,7 @@ with Cluster(2, node_gpus=1, spare_nodes=1) as cluster:
     while not cluster.spare_nodes:
         time.sleep(0.1)
     tell("replaced by", cluster.replace_node(cluster.nodes[1]))
-    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *cluster.dead_nodes())
+    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
     start(cluster, "rank 1 once more", 1)
     for _ in range(2):  # two processes that end before they are up
         ghost = cluster.worker("ghost", 0)

@@ -15,6 +15,7 @@ import pytest
 
 from megarl.checkpoints.snapshots import MANIFEST, RUN, Snapshot, Snapshots, digest
 from megarl.cluster import processes
+from megarl.cluster.calls import WorkerFailed
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.controller.resuming import (
@@ -492,6 +493,65 @@ def test_what_lost_ranks_were_writing_is_written_again_in_its_step(runs: Runs) -
     assert (then.step, then.version, then.prompts_taken) == (4, 3, 3)
     assert saver.saved and (saver.saved.step, saver.saved.version) == (4, 4)
     assert saver.saved.folder == (runs.folder / FOLDER / "step-000004").absolute()
+
+
+def test_a_checkpoint_that_was_lost_while_it_was_begun_is_written_once(runs: Runs) -> None:
+    """The ranks are brought back in between, and write it again, before the step begins it for the second time."""
+    saver = runs.saver("checkpoint.asynchronous=false")
+    saver.begin(4, EMPTY)
+    saver.set_aside()
+    saver.save_again(4)
+    assert saver.begin(4, EMPTY) == {"checkpoint/failed": 0}
+    assert saver.is_open
+    saver.settle(4)
+    assert runs.calls == ["save .step-000004", "save .step-000004", "finish"]
+    assert not saver.is_open and runs.find().step == 4
+
+
+def test_a_checkpoint_that_is_lost_again_while_it_is_written_again_keeps_its_record(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = runs.saver()
+    saver.begin(4, EMPTY)
+    saver.settle(4)
+    saver.set_aside()
+    with monkeypatch.context() as patch, pytest.raises(WorkerFailed):
+        patch.setattr(runs.fleet.trainers, "save", lost)
+        saver.save_again(4)
+    saver.set_aside()
+    saver.save_again(4)
+    assert not saver.is_open and runs.find().step == 4, "it was complete at once"
+
+
+def lost(*_: object) -> None:
+    raise WorkerFailed("training rank 0: its process died", "traceback", "training rank 0")
+
+
+def test_a_checkpoint_of_a_state_that_ranks_do_not_have_again_is_given_up_in_a_line(
+    runs: Runs,
+) -> None:
+    lines: list[str] = []
+    runs.say = lines.append
+    saver = runs.saver()
+    saver.begin(4, EMPTY)
+    saver.set_aside()
+    saver.save_again(5)
+    saver.save_again(4)
+    assert lines == ["the checkpoint of step 4 is not written: the ranks that wrote it are lost"]
+    assert runs.calls == ["save .step-000004"]
+
+
+def test_a_run_that_goes_back_to_a_step_with_a_checkpoint_writes_no_second(
+    runs: Runs, end_wanted: list[bool]
+) -> None:
+    saver = runs.saver("checkpoint.asynchronous=false")
+    saver.begin(4, EMPTY)
+    saver.settle(4)
+    saver.go_back(4, EMPTY)
+    end_wanted.append(True)
+    with pytest.raises(EndedEarly, match="the checkpoint of step 4 is complete"):
+        saver.leave_if_wanted()
+    assert runs.calls == ["save .step-000004", "finish"]
 
 
 def test_a_run_that_goes_back_saves_what_it_goes_back_to(

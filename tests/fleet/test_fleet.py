@@ -239,6 +239,26 @@ def test_then_the_run_ends_with_the_version_it_had(
     assert phases == ["reshard"]  # nobody may sample
 
 
+def test_a_reshard_that_is_repeated_because_a_rank_is_lost_at_its_end_has_the_same_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rank does not answer when it is asked for its memory."""
+    engines = Engines()
+    bare_fleet, _, _ = made(monkeypatch, Cluster(0, True), engines)
+    hand_over = bare_fleet.memory.onload_for
+
+    def fail(phase: Any) -> dict[str, float]:
+        if phase == "rollout":
+            raise WorkerFailed("training rank 0: its process died", "traceback", "training rank 0")
+        return hand_over(phase)
+
+    with monkeypatch.context() as patch, pytest.raises(WorkerFailed):
+        patch.setattr(bare_fleet.memory, "onload_for", fail)
+        bare_fleet.reshard()
+    bare_fleet.reshard()
+    assert [version for version, _ in engines.asked] == [4, 4] and bare_fleet.version == 4
+
+
 def test_an_engine_that_states_another_version_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,8 +266,8 @@ def save_with_room(trainer: Any, disk: Path) -> tuple[dict[str, str], float]:
                 file.write(bytes(free - room[name] if name in room else 0))
         dist.barrier()
         try:
-            trainer.save(folder)
-            trainer.finish_save()
+            trainer.save(folder, number=1)
+            trainer.finish_save(number=2)
             outcomes[name] = "saved"
         except Exception as error:
             outcomes[name] = str(error)
@@ -301,15 +302,15 @@ def save_on_stopped(trainer: Any, folder: Path, server: int) -> tuple[str, int]:
     run = trainer._recipe.run.model_copy(update={"timeout_s": 2.0})
     trainer._recipe = trainer._recipe.model_copy(update={"run": run})
     folder.mkdir(parents=True)
-    trainer.save(folder)
+    trainer.save(folder, number=7)  # of a rank that was started anew
     os.kill(server, signal.SIGSTOP)
-    finishing = begin(trainer.finish_save)
+    finishing = begin(partial(trainer.finish_save, number=8))
     with pytest.raises(Silence) as caught:
-        asyncio.run(trainer.attend_disk(2, folder))
+        asyncio.run(trainer.attend_disk(8, folder))
     assert not finishing.done()
     os.kill(server, signal.SIGCONT)
     num_files = len(finishing.result())
-    asyncio.run(trainer.attend_disk(2, folder))  # both calls have ended
+    asyncio.run(trainer.attend_disk(8, folder))  # both calls have ended
     return str(caught.value), num_files
 
 

@@ -83,13 +83,15 @@ class Weights:
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
+        self.abandoned: list[int] = []
         self.processes: Any = None
 
     def begin_copy(self, target: EngineProcess, sources: Sequence[EngineProcess]) -> Any:
         self.seen.append((target.index, [source.index for source in sources]))
         return {Call(target.worker.name, "receive_copy"): target.worker.name}
 
-    def abandon_copies(self, engine: EngineProcess, reason: str) -> None: ...
+    def abandon_copies(self, engine: EngineProcess, reason: str) -> None:
+        self.abandoned.append(engine.index)
 
     def publish_again(self) -> None:
         self.seen.append("published")
@@ -196,6 +198,24 @@ def test_an_engine_of_which_the_memory_is_lent_waits_for_the_reshard(run: Run) -
     assert run.processes.num_lost == 3, "an engine that was ended for its memory is not lost"
     run.processes.filled()
     assert run.states == ["ready"] * 3
+
+
+def test_engines_do_not_wait_for_one_that_is_ended_while_they_fill_it(run: Run) -> None:
+    """Because its memory is wanted by others."""
+    run.lose(0)
+    while run.states[0] != "filling":
+        run.go_on()
+    run.weights.abandoned.clear()
+    run.processes.lend_memory()
+    assert (run.states[0], run.weights.abandoned) == ("lost", [0])
+
+
+def test_what_is_left_of_an_engine_is_killed_once(run: Run) -> None:
+    run.processes.have_memory = False
+    run.lose(0)
+    ended = [worker.name for worker in run.cluster.ended]
+    run.processes.discard_all()
+    assert [worker.name for worker in run.cluster.ended] == [*ended, "engine 1", "engine 2"]
 
 
 def test_engines_with_released_memory_are_no_source(run: Run) -> None:

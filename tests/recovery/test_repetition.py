@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.calls import ResultsLost, WorkerFailed
+from megarl.recovery import repetition
 from megarl.recovery.rank_processes import LossKind, RankLoss
 from megarl.recovery.repetition import CannotRepeat, Repetition, SavedState
 from megarl.recovery.restarts import Restarts
@@ -249,6 +250,51 @@ def test_a_step_can_be_taken_back_after_its_training() -> None:
     assert world.state == expected(3)
 
 
+def test_a_copy_from_which_the_ranks_go_on_is_not_written_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a loss meanwhile would leave no whole copy; a state that trainings led to has no copy yet."""
+    world = World(copies=True, every=None)
+    world.repetition.begin(0)
+    for step in (1, 2):
+        world.train(step)
+        world.publish(step)
+    world.settle()
+    begun: list[int] = []
+    monkeypatch.setattr(world, "begin", lambda step, *_: begun.append(step))
+    world.groups[0].lose()
+    world.repetition.attempt(3, lambda: None)
+    assert (world.state, begun) == (expected(2), [])
+    world.newest = Generation(1, 1, {})
+    world.groups[0].lose()
+    world.repetition.attempt(3, lambda: None)
+    assert (world.state, begun) == (expected(2), [2])
+
+
+def test_time_that_is_lost_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a run that goes back to before a step, in which the ranks are brought back."""
+    now_s = 100.0
+
+    def tick() -> float:
+        nonlocal now_s
+        now_s += 1.0
+        return now_s
+
+    world = World(copies=True, every=None)
+    world.repetition.begin(0)
+    world.train(1)
+    world.publish(1)
+    world.settle()
+    world.groups[0].lose()
+    monkeypatch.setattr(repetition, "time", SimpleNamespace(monotonic=tick))
+    began_s = now_s
+    end_lost_time = world.repetition.lost_time()
+    assert world.repetition.go_back(1)
+    end_lost_time()
+    # by a clock that goes on by a second whenever it is looked at
+    assert world.repetition.take_metrics()["recovery/seconds"] == now_s - began_s - 1.0
+
+
 def test_a_model_that_learns_nothing_is_rebuilt_alone() -> None:
     world = World(copies=False, every=None)
     world.repetition.begin(0)
@@ -309,6 +355,29 @@ def test_a_fault_that_may_be_repeated_is_repeated_from_the_state_before() -> Non
         faults.append(fault)
     with pytest.raises(Fault):
         world.train(2, lambda: fail() if faults else None)
+
+
+def test_samples_that_are_lost_with_their_node_come_with_the_whole_step_alone() -> None:
+    """The ranks that asked for them are ended, as all that wait for these, and are not to blame."""
+    world = World(copies=True, every=None, restarts=1)
+    world.groups[0].kind = "error"
+    world.repetition.begin(0)
+    world.train(1)
+    world.publish(1)
+    times = iter([1, 2])
+
+    def miss() -> None:
+        next(times)
+        raise ResultsLost("training rank 0: what it needs is lost", "traceback", "training rank 0")
+
+    with pytest.raises(CannotRepeat):
+        world.train(2, miss)
+    assert world.repetition.go_back(1) and world.state == expected(1)
+    assert next(times) == 2, "once"
+    world.train(2)
+    assert world.state == expected(2)
+    metrics = world.repetition.take_metrics()
+    assert metrics["recovery/rank_faults"] == 1.0 and "recovery/rank_errors" not in metrics
 
 
 @pytest.mark.parametrize("restarts", [None, 3])

@@ -9,12 +9,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.cluster.actor import Worker
+from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.ray_session import Cluster
+from megarl.recovery import state_copies
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_copies import Generation, StateCopies
 from megarl.recovery.state_keeper import CHUNK_BYTES
@@ -31,6 +34,47 @@ def test_a_generation_is_usable_while_every_rank_has_a_copy_somewhere() -> None:
         generation = generation.with_holder(rank, node)
     assert generation.is_usable and generation.without_node(0).is_usable
     assert not generation.without_node(1).is_usable
+
+
+class Session:
+    """Stands for a cluster whose calls all return; `lost`: the keeper that dies while the next ones are waited for."""
+
+    def __init__(self) -> None:
+        self.on_loss: dict[int, Any] = {}
+        self.lost: int | None = None
+
+    def worker(self, name: str, slot: int, on_loss: Any, gpus: float) -> Any:
+        self.on_loss[slot] = on_loss
+        return SimpleNamespace(
+            name=name, slot=slot, peer=name, start=lambda *_: object(), call=lambda *_: object()
+        )
+
+    def await_any(self, calls: dict[Any, str], *, may_lose: bool) -> list[Any]:
+        if self.lost is not None:
+            self.on_loss[self.lost](WorkerFailed("keeper: its process died", "traceback"))
+            self.lost = None
+        return [*calls]
+
+    def gather(self, calls: dict[Any, str]) -> list[int]:
+        return [1] * len(calls)
+
+    def end(self, worker: Any) -> None: ...
+
+
+def test_a_keeper_that_dies_while_the_second_copies_are_made_holds_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the first ones that it had, which nobody must be sent to, nor those that it was getting."""
+    monkeypatch.setattr(state_copies, "failure", lambda _: None)
+    session: Any = Session()
+    copies = StateCopies(session, [0, 1], Restarts(1, 1e9), lambda _: None)
+    ranks: Any = [SimpleNamespace(name=f"rank {slot}", slot=slot, peer=None) for slot in (0, 1)]
+    copies.begin(1, 1, ranks)
+    copies.settle()
+    session.lost = 1
+    copies._settle_second()
+    assert copies.newest
+    assert copies.newest.holders == {"rank 0": frozenset({0}), "rank 1": frozenset({0})}
 
 
 @pytest.fixture(scope="module")

@@ -80,8 +80,8 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
             head.data.zero_()
         critic.load(folder)
     elif folder:
-        critic.save(folder)
-        critic.finish_save()
+        critic.save(folder, number=1)
+        critic.finish_save(number=2)
     assert digest(frozen) == before, "no step has changed the policy's weights"
     last = critic.values_of(part.micro_batches)
     return {"first": first.values, "last": last.values, "metrics": metrics, "learning": learning}

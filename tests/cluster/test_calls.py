@@ -1,0 +1,135 @@
+"""What becomes of workers that are lost together, or whose place another has taken; Ray is stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from megarl.cluster import calls
+from megarl.cluster.calls import Calls, ResultsLost, WorkerFailed, reported
+
+
+@dataclass(eq=False)
+class Worker:
+    name: str
+    watch_refs: list[Any]
+
+
+class Session(Calls):
+    """Workers by name, whose references are strings; `errors`: what a reference has raised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(timeout_s=600.0)
+        monkeypatch.setattr(Calls, "_is_here", lambda *_: True)
+        self.errors: dict[str, Exception] = {}
+        self.told: list[str] = []
+        monkeypatch.setattr(calls, "failure", self.errors.get)
+        monkeypatch.setattr(calls.ray, "wait", self._waited)
+
+    def _waited(self, refs: Sequence[str], **_: Any) -> tuple[list[str], list[str]]:
+        return [ref for ref in refs if ref in self.errors], []
+
+    def _ended(self, refs: list[Any], watched: Sequence[Any]) -> list[Any]:
+        return [ref for ref in refs if ref in self.errors or ref == "returned"]
+
+    def add(self, name: str, ref: str, on_loss: Callable[[], None]) -> Any:
+        worker: Any = Worker(name, [ref])
+
+        def told(_: Exception) -> None:
+            self.told.append(ref)
+            on_loss()
+
+        self._workers.append(worker)
+        self._owners[worker] = told
+        return worker
+
+    def settled(self, ref: Any) -> bool:
+        """Whether a call to engine 0 settles."""
+        return self.settle({ref: "engine 0"})
+
+    def kill(self, ref: str) -> None:
+        self.errors[ref] = ray.exceptions.ActorDiedError()
+
+
+class Pair:
+    """Two ranks, which their owner ends together."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.workers = [session.add(f"rank {rank}", f"watch {rank}", self.end) for rank in (0, 1)]
+        for rank in (0, 1):
+            session.kill(f"watch {rank}")
+
+    def end(self) -> None:
+        for worker in self.workers:
+            self.session._forget(worker)
+
+
+def test_an_owner_is_told_once_of_workers_that_die_in_one_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of a node do: the owner has ended the second one with the first."""
+    session = Session(monkeypatch)
+    Pair(session)
+    returned: Any = "returned"
+    assert session.await_any({returned: "engine 0"}) == [returned]
+    assert session.told == ["watch 0"]
+
+
+def test_calls_settle_where_an_owner_ends_the_others_with_a_worker_that_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session(monkeypatch)
+    Pair(session)
+    assert session.settled("returned")
+    assert len(session.told) == 1
+
+
+def test_workers_that_an_owner_has_ended_are_not_judged_by_their_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session(monkeypatch)
+    workers = Pair(session).workers
+    monkeypatch.setattr(session._quick_pulses, "is_overdue", lambda worker: True)
+    monkeypatch.setattr(session._pulses, "silence_s", lambda worker: 600.0)
+    session._judge_silence(workers)
+    assert session.told == ["watch 0"]
+    session._workers.append(workers[1])
+    with pytest.raises(WorkerFailed, match="rank 1 has not answered"):
+        session._judge_silence(workers)
+
+
+def test_the_call_of_a_worker_that_is_replaced_already_does_not_count_for_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session(monkeypatch)
+    successors: list[Any] = []
+
+    def replace() -> None:
+        successors.append(session.add("engine 0", "watch new", lambda: None))
+
+    session.add("engine 0", "watch old", replace)
+    session.kill("watch old")
+    session.kill("call")
+    assert session.settled("call")
+    assert (session.told, len(successors)) == (["watch old"], 1)
+    assert session.settled("call"), "also where the loss was told before"
+    session.kill("watch new")
+    assert session.settled("call")
+    assert session.told == ["watch old", "watch new"]
+
+
+@pytest.mark.parametrize("num_calls", [0, 1, 2])
+def test_what_is_lost_with_its_node_is_told_from_other_errors(num_calls: int) -> None:
+    """However many calls it was handed on by."""
+    error: ray.exceptions.RayError = ray.exceptions.ObjectLostError("ab" * 28, None, "")  # type: ignore[arg-type]
+    for _ in range(num_calls):
+        error = ray.exceptions.RayTaskError("train", "traceback", error, "", 1, "127.0.0.1")
+    lost = reported("rank 0", error)
+    assert isinstance(lost, ResultsLost) and lost.worker == "rank 0"
+    other = ray.exceptions.RayTaskError("train", "traceback", ValueError(), "", 1, "127.0.0.1")
+    assert not isinstance(reported("rank 0", other), ResultsLost)
