@@ -122,7 +122,7 @@ class Fleet(TrainingFleet):
         # to publish; more than there are versions once an exchange had to be repeated
         self.attempts = 0
         self._sessions: Sessions
-        # engines, up to the last reshard
+        # engines, up to the last `take_engine_losses`
         self._num_lost = 0
         # the last one into each engine, by its index
         self._copies: dict[int, PeerCopy] = {}
@@ -165,9 +165,9 @@ class Fleet(TrainingFleet):
     def reshard(self) -> tuple[Stats, Metrics]:
         """Move the trained weights, or adapters, into the engines, in place, and leave the GPUs' memory to them.
 
-        Returns the cost of the exchange, the memory's readings, and how many engines were lost since the last one.
-        Engines that were lost are started first. An exchange that fails is repeated, see `_publish`. Raises
-        RuntimeError if an engine then states another version than the trainer's.
+        Returns the cost of the exchange, and the memory's readings. Engines that were lost are started first. An
+        exchange that fails is repeated, see `_publish`. Raises RuntimeError if an engine then states another version
+        than the trainer's.
         """
         readings = {}
         if self.memory.phase != "rollout":
@@ -180,15 +180,19 @@ class Fleet(TrainingFleet):
         readings |= self.onload_for("rollout")
         # now, or a reshard that is repeated because a rank was lost in these lines would be of another version
         self.version = version
-        num_lost = self.engines.processes.num_lost
-        readings["recovery/engines_lost"] = num_lost - self._num_lost
-        self._num_lost = num_lost
         stats = collect_stats(
             self._store, self._run_id, self.attempts, self.roles.num_members, payloads
         )
         if kept_share is not None:
             stats = replace(stats, kept_share=kept_share)
         return stats, readings
+
+    def take_engine_losses(self) -> int:
+        """How many engines were lost since the last call."""
+        num_lost = self.engines.processes.num_lost
+        since_last = num_lost - self._num_lost
+        self._num_lost = num_lost
+        return since_last
 
     def begin_copy(self, target: EngineProcess, sources: Sequence[EngineProcess]) -> dict[Ref, str]:
         """Begin to copy the weights of other engines into one; the target's calls, by worker."""

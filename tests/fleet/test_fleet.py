@@ -131,13 +131,23 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
         {
             "memory/before_reshard_bytes": 1.0,
             "memory/before_rollout_bytes": 1.0,
-            "recovery/engines_lost": 0,
         },
     )
     assert engines.asked == [(4, 5), (4, 6)]
     assert (bare_fleet.version, bare_fleet.attempts) == (4, 6)
     assert lines == ["the reshard to version 4 failed and is repeated: engine 0: broken off"]
     assert phases == ["reshard", "rollout"]
+
+
+def test_losses_of_engines_are_counted_until_a_record_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not by a reshard that has none, in which the run goes back to before a step."""
+    engines = Engines(losses=1)
+    bare_fleet, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
+    bare_fleet.reshard()
+    bare_fleet.reshard()
+    assert [bare_fleet.take_engine_losses() for _ in range(2)] == [1, 0]
 
 
 def test_an_exchange_is_repeated_as_often_as_an_engine_is_lost_in_it(
