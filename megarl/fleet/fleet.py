@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.cluster.ray_session import Cluster
 from megarl.cluster.topology import placement_errors, placement_lines
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
+from megarl.disk import while_answering
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import (
@@ -328,19 +330,26 @@ class Fleet(TrainingFleet):
         readings = self.onload_for("train")
         self.trainers.save(folder)
         if buffer.entries:
-            vocab_size = self.roles.policy.shape.vocab_size
-            temperature = self._recipe.rollout.temperature
-            with writing(buffer_file(folder), vocab_size, temperature) as file:
-                for entry in buffer.entries:
-                    if entry.ref is not None:
-                        file.write(self._cluster.gather({entry.ref: "samples"}))
+            self._on_disk(partial(self._save_buffer, folder, buffer), folder)
         if self.critic:
             if not self._recipe.checkpoint.asynchronous:
                 digests = self.trainers.finish_save()
             readings |= self.onload_for("critic")
-            (folder / CRITIC).mkdir()
+            self._on_disk((folder / CRITIC).mkdir, folder)
             self.critic.save(folder / CRITIC)
         return digests, readings
+
+    def _save_buffer(self, folder: Path, buffer: GroupBuffer) -> None:
+        vocab_size = self.roles.policy.shape.vocab_size
+        temperature = self._recipe.rollout.temperature
+        with writing(buffer_file(folder), vocab_size, temperature) as file:
+            for entry in buffer.entries:
+                if entry.ref is not None:
+                    file.write(self._cluster.gather({entry.ref: "samples"}))
+
+    def _on_disk(self, function: Callable[[], None], folder: Path) -> None:
+        """Work in a checkpoint's folder. Raises Silence where its disk does not answer."""
+        while_answering(function, folder, "a checkpoint", self._recipe.run.timeout_s)
 
     def has_saved(self) -> bool:
         """Whether all files of the checkpoint that was begun are written, so that `finish_save` waits for none."""
