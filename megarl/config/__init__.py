@@ -61,7 +61,7 @@ class RunConfig(Branch):
     project: FolderName | None = None
     sample_log_count: Whole = 8  # responses written to samples.jsonl each step
     timeout_s: RunSeconds = 600.0
-    # so often in a window an engine is started anew whose process has died or hangs; 0: it ends the run
+    # so often in a window an engine, or the ranks of a GPU, are started anew that have died or hang; 0: the run ends
     restarts: Whole = 3
     restart_window_s: RunSeconds = 3600.0
     # updates from one comparison of replicated weights to the next; null: there is none

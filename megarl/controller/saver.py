@@ -220,7 +220,9 @@ class Saver:
         self.set_aside()
         self._aside = None
         self._last = None
-        if step:
+        if not step:
+            self.saved = None
+        else:
             is_saved = self.saved is not None and self.saved.step == step
             self._last = _RunState(self._progress(step, buffer), None if is_saved else buffer)
 

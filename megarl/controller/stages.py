@@ -260,6 +260,8 @@ def reshard(fleet: Fleet, record: Record) -> None:
         {f"reshard/{name}": value for name, value in asdict(stats).items() if value is not None}
     )
     record.add({"reshard/version": fleet.version, "reshard/attempts": fleet.attempts, **readings})
+    # a reshard by which the run goes back to before a step has no record, and leaves them to the next
+    record.add({"recovery/engines_lost": fleet.take_engine_losses()})
 
 
 LEARNING_STAGES: dict[Stage, Callable[[TrainingRun, Step], Step]] = {

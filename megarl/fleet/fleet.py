@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.cluster.ray_session import Cluster
 from megarl.cluster.topology import placement_errors, placement_lines
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
+from megarl.disk import while_answering
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import (
@@ -122,7 +124,7 @@ class Fleet(TrainingFleet):
         # to publish; more than there are versions once an exchange had to be repeated
         self.attempts = 0
         self._sessions: Sessions
-        # engines, up to the last reshard
+        # engines, up to the last `take_engine_losses`
         self._num_lost = 0
         # the last one into each engine, by its index
         self._copies: dict[int, PeerCopy] = {}
@@ -165,9 +167,9 @@ class Fleet(TrainingFleet):
     def reshard(self) -> tuple[Stats, Metrics]:
         """Move the trained weights, or adapters, into the engines, in place, and leave the GPUs' memory to them.
 
-        Returns the cost of the exchange, the memory's readings, and how many engines were lost since the last one.
-        Engines that were lost are started first. An exchange that fails is repeated, see `_publish`. Raises
-        RuntimeError if an engine then states another version than the trainer's.
+        Returns the cost of the exchange, and the memory's readings. Engines that were lost are started first. An
+        exchange that fails is repeated, see `_publish`. Raises RuntimeError if an engine then states another version
+        than the trainer's.
         """
         readings = {}
         if self.memory.phase != "rollout":
@@ -180,15 +182,19 @@ class Fleet(TrainingFleet):
         readings |= self.onload_for("rollout")
         # now, or a reshard that is repeated because a rank was lost in these lines would be of another version
         self.version = version
-        num_lost = self.engines.processes.num_lost
-        readings["recovery/engines_lost"] = num_lost - self._num_lost
-        self._num_lost = num_lost
         stats = collect_stats(
             self._store, self._run_id, self.attempts, self.roles.num_members, payloads
         )
         if kept_share is not None:
             stats = replace(stats, kept_share=kept_share)
         return stats, readings
+
+    def take_engine_losses(self) -> int:
+        """How many engines were lost since the last call."""
+        num_lost = self.engines.processes.num_lost
+        since_last = num_lost - self._num_lost
+        self._num_lost = num_lost
+        return since_last
 
     def begin_copy(self, target: EngineProcess, sources: Sequence[EngineProcess]) -> dict[Ref, str]:
         """Begin to copy the weights of other engines into one; the target's calls, by worker."""
@@ -324,19 +330,26 @@ class Fleet(TrainingFleet):
         readings = self.onload_for("train")
         self.trainers.save(folder)
         if buffer.entries:
-            vocab_size = self.roles.policy.shape.vocab_size
-            temperature = self._recipe.rollout.temperature
-            with writing(buffer_file(folder), vocab_size, temperature) as file:
-                for entry in buffer.entries:
-                    if entry.ref is not None:
-                        file.write(self._cluster.gather({entry.ref: "samples"}))
+            self._on_disk(partial(self._save_buffer, folder, buffer), folder)
         if self.critic:
             if not self._recipe.checkpoint.asynchronous:
                 digests = self.trainers.finish_save()
             readings |= self.onload_for("critic")
-            (folder / CRITIC).mkdir()
+            self._on_disk((folder / CRITIC).mkdir, folder)
             self.critic.save(folder / CRITIC)
         return digests, readings
+
+    def _save_buffer(self, folder: Path, buffer: GroupBuffer) -> None:
+        vocab_size = self.roles.policy.shape.vocab_size
+        temperature = self._recipe.rollout.temperature
+        with writing(buffer_file(folder), vocab_size, temperature) as file:
+            for entry in buffer.entries:
+                if entry.ref is not None:
+                    file.write(self._cluster.gather({entry.ref: "samples"}))
+
+    def _on_disk(self, function: Callable[[], None], folder: Path) -> None:
+        """Work in a checkpoint's folder. Raises Silence where its disk does not answer."""
+        while_answering(function, folder, "a checkpoint", self._recipe.run.timeout_s)
 
     def has_saved(self) -> bool:
         """Whether all files of the checkpoint that was begun are written, so that `finish_save` waits for none."""

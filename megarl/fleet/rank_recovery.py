@@ -23,6 +23,8 @@ class RecoverableRanks:
     def __init__(self, cluster: Cluster, fleet: Fleet) -> None:
         self._cluster = cluster
         self._fleet = fleet
+        # groups that were being rebuilt when another loss came in between
+        self._unfinished: list[RankGroup] = []
 
     @property
     def version(self) -> int:
@@ -50,14 +52,20 @@ class RecoverableRanks:
         """
         fleet = self._fleet
         self._cluster.replace_dead_nodes()
-        is_policy_lost = afresh or fleet.trainers.processes.loss is not None
+        is_policy_lost = (
+            afresh
+            or fleet.trainers.processes.loss is not None
+            or fleet.trainers in self._unfinished
+        )
         anew = [
             ranks
             for ranks in self._groups
             if ranks.processes.loss
+            or ranks in self._unfinished
             or (afresh and ranks is not fleet.reward_model)
             or (is_policy_lost and ranks.shares_weights)
         ]
+        self._unfinished = anew
         for ranks in anew:
             ranks.processes.discard()
         if is_policy_lost:
@@ -75,6 +83,7 @@ class RecoverableRanks:
         for ranks in anew:
             ranks.offload()
         fleet.trainers.onload()
+        self._unfinished = []
 
     def load_state(self, folder: Path) -> None:
         self._fleet.load(folder)

@@ -79,17 +79,22 @@ def unread_reasons(recipe: Recipe) -> dict[str, str]:
         "reward_model": _unless(
             recipe.reward_model.path or recipe.reward_model.adapters, "reward_model.path is not set"
         ),
-        **_unread_of_checkpoint(recipe),
+        **_unread_of_recovery(recipe),
     }
 
 
-def _unread_of_checkpoint(recipe: Recipe) -> dict[str, str]:
-    """Those of `unread_reasons` for the keys of `checkpoint`."""
+def _unread_of_recovery(recipe: Recipe) -> dict[str, str]:
+    """Those of `unread_reasons` for the keys of `checkpoint`, and of what a run does after failures."""
     no_checkpoints = _unless(
         _is_wanted(recipe.checkpoint, "every"),
         "checkpoint.every is not set: a checkpoint is written on SIGUSR1 and for megarl drain alone",
     )
     return {
+        "run.restart_window_s": _unless(recipe.run.restarts, "run.restarts is 0"),
+        "run.on_silent_fault": _unless(
+            recipe.run.restarts or recipe.run.on_silent_fault == "stop",
+            "run.restarts is 0: no step is repeated",
+        ),
         "checkpoint.keep": no_checkpoints,
         "checkpoint.asynchronous": no_checkpoints,
         "checkpoint.may_fail": no_checkpoints,

@@ -239,7 +239,8 @@ class Repetition:
         self._num_counted += 1
         if not self._restarts.admit(slot):
             self._is_spent = True
-            problem = f"{cause}; it was lost more than {self._restarts.most} times (run.restarts)"
+            what = "it was lost" if rank else "such faults came"
+            problem = f"{cause}; {what} more than {self._restarts.most} times (run.restarts)"
             raise WorkerFailed(problem, getattr(cause, "evidence", str(cause)), rank) from cause
         self._causes.append(str(cause))
         self._metrics[f"recovery/rank_{kind}s"] += 1

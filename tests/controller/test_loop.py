@@ -146,6 +146,9 @@ class Fleet:
         self.version += 1
         return Stats(1, 0, 0, 0, 0.0, 0.0), {"memory/after_rollout_bytes": 1.0}
 
+    def take_engine_losses(self) -> int:
+        return 0
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:

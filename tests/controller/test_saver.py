@@ -567,6 +567,7 @@ def test_a_run_that_goes_back_saves_what_it_goes_back_to(
         saver.leave_if_wanted()
     assert runs.find().step == 3
     saver.go_back(0, EMPTY)
+    assert saver.saved is None, "from which no rank goes on: the run begins again"
     with pytest.raises(EndedEarly, match="nothing new to save"):
         saver.leave_if_wanted()
 

@@ -131,13 +131,23 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
         {
             "memory/before_reshard_bytes": 1.0,
             "memory/before_rollout_bytes": 1.0,
-            "recovery/engines_lost": 0,
         },
     )
     assert engines.asked == [(4, 5), (4, 6)]
     assert (bare_fleet.version, bare_fleet.attempts) == (4, 6)
     assert lines == ["the reshard to version 4 failed and is repeated: engine 0: broken off"]
     assert phases == ["reshard", "rollout"]
+
+
+def test_losses_of_engines_are_counted_until_a_record_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not by a reshard that has none, in which the run goes back to before a step."""
+    engines = Engines(losses=1)
+    bare_fleet, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
+    bare_fleet.reshard()
+    bare_fleet.reshard()
+    assert [bare_fleet.take_engine_losses() for _ in range(2)] == [1, 0]
 
 
 def test_an_exchange_is_repeated_as_often_as_an_engine_is_lost_in_it(
@@ -365,7 +375,9 @@ class Held:
         self.group = group
 
 
-def test_a_buffer_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None:
+def test_a_buffer_is_saved_and_comes_back_group_by_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A complete group, and one with an open sample whose verdict is still to come."""
     logp_T = np.array([-1.0, -2.0], np.float32)
     sample = response((1, 2, 3), np.array([5, 6]), logp_T, "ab", version=3)
@@ -385,9 +397,20 @@ def test_a_buffer_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None
         _cluster=SimpleNamespace(put=lambda group: group, gather=lambda calls: [held.group for held in calls]),
         trainers=ranks, critic=None, onload_for=lambda _: {}, attempts=0,
         roles=SimpleNamespace(policy=SimpleNamespace(shape=SimpleNamespace(vocab_size=9))),
-        _recipe=SimpleNamespace(rollout=SimpleNamespace(temperature=0.7)),
+        _recipe=SimpleNamespace(rollout=SimpleNamespace(temperature=0.7), run=SimpleNamespace(timeout_s=60.0)),
     )  # fmt: skip
+    attended: list[Path] = []
+
+    def while_answering(function: Any, folder: Path, *_: object) -> None:
+        attended.append(folder)
+        assert not [*folder.iterdir()], (
+            "nothing is written that a disk which does not answer could hold"
+        )
+        function()
+
+    monkeypatch.setattr(fleet, "while_answering", while_answering)
     bare_fleet.save(tmp_path, buffer)
+    assert attended == [tmp_path]
     (*ids, first, first_group), (other, second, second_group) = bare_fleet.resume(tmp_path, 3, 4)
     assert [*ids, other] == ["a", "b"]
     assert (bare_fleet.version, bare_fleet.attempts) == (3, 4)

@@ -60,6 +60,8 @@ def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
             "run.restarts=0 checkpoint.memory_copies=true",
             "checkpoint.memory_copies is set, and nothing reads it: run.restarts is 0: a rank that",
         ),
+        ("run.restarts=0 run.restart_window_s=60", "run.restart_window_s is set, and nothing reads it: run.restarts"),
+        ("run.restarts=0 run.on_silent_fault=repeat", "run.on_silent_fault is set, and nothing reads it: run.restarts"),
         ("algorithm.name=sft rollout.top_p=0.9", "rollout.top_p is set, and nothing reads it: sft learns from"),
         (
             "run.compare_replicas_every=5 placement.gpus=1 train.tp=1 train.pp=1 train.ep=1 rollout.engine.tp=1",
@@ -91,6 +93,7 @@ def test_what_nothing_reads_is_told(overrides: str, says: str) -> None:
         "evaluation.sets.arith.temperature=0.6 evaluation.top_p=0.7",
         "checkpoint.every=5 checkpoint.keep=7 checkpoint.asynchronous=false",
         "checkpoint.memory_copies=true",
+        "run.restart_window_s=60 run.on_silent_fault=repeat",
         # A switch that is written as off is meant.
         "warm_start.steps=0",
         "data.eval={}",
