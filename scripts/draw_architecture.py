@@ -54,9 +54,9 @@ FLOORS: list[dict[str, str]] = [
         "isolation": "worker processes, the sandbox",
         "model": "family, config.json, tokenizer",
     },
-    {"types": "the nouns that cross rooms"},
+    {"cpu": "Megatron and SGLang without a GPU", "types": "the nouns that cross rooms"},
     {
-        "cpu": "Megatron and SGLang without a GPU",
+        "collector": "garbage collection, paused",
         "device": "CPU or GPU, decided once",
         "printable": "foreign text, escaped",
         "spelling": "did you mean",
