@@ -36,12 +36,14 @@ if [[ $device == cuda ]]; then # the runs of the tests want four GPUs, which the
 fi
 folder=$(mktemp -d /tmp/t-XXXX) # of all: what libraries leave among the temporary files goes with it
 slow=(-m "slow and not nightly")
+runs=(tests/end_to_end/test_{ending,run,silent_faults,slurm}.py) # half of the end-to-end tests
 plans=(tests/plan tests/training tests/tracking)
 processes=(tests/cluster tests/config tests/environments tests/slurm)
 engines=(tests/resharding tests/rollout)
 elsewhere=(tests/end_to_end "${plans[@]}" "${processes[@]}" "${engines[@]}" tests/parallel)
 parts=( # each, up to its --, is what one pytest gets; the longest come first
-    tests/end_to_end --
+    tests/end_to_end "${runs[@]/#/--ignore=}" --
+    "${runs[@]}" --
     --ignore=tests/end_to_end -m "not slow" --
     "${engines[@]}" "${slow[@]}" --
     tests/parallel "${slow[@]}" --

@@ -616,7 +616,8 @@ def run_test_sh(sandbox: Sandbox) -> list[str]:
 
 SLOW = "-m slow and not nightly"
 PARTS = [
-    *("tests/end_to_end", "-m not slow", f" tests/rollout {SLOW}", f" tests/parallel {SLOW}"),
+    *(" --ignore=tests/end_to_end/test_slurm.py", " tests/end_to_end/test_slurm.py", "-m not slow"),
+    *(f" tests/rollout {SLOW}", f" tests/parallel {SLOW}"),
     *(f" tests/slurm {SLOW}", f" tests/tracking {SLOW}", f"--ignore=tests/parallel {SLOW}"),
 ]
 
