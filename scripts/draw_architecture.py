@@ -99,8 +99,13 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
+@cache
+def imports(path: Path, *, lazy: bool = True) -> tuple[str, ...]:
     """Dotted names that a file imports (`a.b.c` for `from a.b import c`); lazy: also those inside functions."""
+    return tuple(_imports(path, lazy))
+
+
+def _imports(path: Path, lazy: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = (
         ast.walk(tree) if lazy else (node for statement in tree.body for node in _at_top(statement))
