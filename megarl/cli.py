@@ -13,8 +13,7 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Annotated
 from typer import Argument, Option, Typer
 
 from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
+from megarl.collector import collector_paused
 from megarl.commands.output import (
     check_picture,
     last_word,
@@ -433,21 +433,11 @@ def _dry_run(recipe: Recipe, *, other: str | Path | None) -> None:
         raise UserError(
             "--dry-run", f"nothing is launched, and {other} says how", "leave one of them out"
         )
-    with _collector_paused():
+    with collector_paused():  # modules and prompts are no garbage
         _advise(recipe)
         from megarl.commands.dry_run import dry_run
 
         dry_run(recipe, show)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: modules and prompts are no garbage, and traversing them is a sixth of a check."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:

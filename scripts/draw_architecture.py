@@ -54,9 +54,9 @@ FLOORS: list[dict[str, str]] = [
         "isolation": "worker processes, the sandbox",
         "model": "family, config.json, tokenizer",
     },
-    {"types": "the nouns that cross rooms"},
+    {"cpu": "Megatron and SGLang without a GPU", "types": "the nouns that cross rooms"},
     {
-        "cpu": "Megatron and SGLang without a GPU",
+        "collector": "garbage collection, paused",
         "device": "CPU or GPU, decided once",
         "printable": "foreign text, escaped",
         "spelling": "did you mean",
@@ -99,8 +99,13 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
+@cache
+def imports(path: Path, *, lazy: bool = True) -> tuple[str, ...]:
     """Dotted names that a file imports (`a.b.c` for `from a.b import c`); lazy: also those inside functions."""
+    return tuple(_imports(path, lazy))
+
+
+def _imports(path: Path, lazy: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = (
         ast.walk(tree) if lazy else (node for statement in tree.body for node in _at_top(statement))

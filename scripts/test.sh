@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Style, types and tests, in three lanes at once: the end-to-end tests and some slow ones, the fast ones and some slow ones,
-# the other slow ones. With arguments, one pytest gets them, e.g. bash scripts/test.sh -n 2 -m "not slow"
+# Style, types and tests, these in three lanes at once, each of which takes the next part of them when it has ended one.
+# With arguments, one pytest gets them, e.g. bash scripts/test.sh -n 2 -m "not slow"
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 # Some tests need programs that pip does not have, and skip without them.
@@ -36,33 +36,45 @@ if [[ $device == cuda ]]; then # the runs of the tests want four GPUs, which the
 fi
 folder=$(mktemp -d /tmp/t-XXXX) # of all: what libraries leave among the temporary files goes with it
 slow=(-m "slow and not nightly")
-with_runs=(tests/plan tests/training tests/tracking) # the lanes then take about as long
-with_fast=(tests/cluster tests/config tests/environments tests/slurm)
-lane() { # $1: its name; the others, up to each --: what one pytest after the other gets
+runs=(tests/end_to_end/test_{ending,run,silent_faults,slurm}.py) # half of the end-to-end tests
+plans=(tests/plan tests/training tests/tracking)
+processes=(tests/cluster tests/config tests/environments tests/slurm)
+engines=(tests/resharding tests/rollout)
+elsewhere=(tests/end_to_end "${plans[@]}" "${processes[@]}" "${engines[@]}" tests/parallel)
+parts=( # each, up to its --, is what one pytest gets; the longest come first
+    tests/end_to_end "${runs[@]/#/--ignore=}" --
+    "${runs[@]}" --
+    --ignore=tests/end_to_end -m "not slow" --
+    "${engines[@]}" "${slow[@]}" --
+    tests/parallel "${slow[@]}" --
+    "${processes[@]}" "${slow[@]}" --
+    "${plans[@]}" "${slow[@]}" --
+    "${elsewhere[@]/#/--ignore=}" "${slow[@]}" --
+)
+lane() { # one part after the other that no other lane has begun
     trap 'exit 130' INT # pytest answers it too; the next one must not begin
-    local name=$1 failed=0 arguments=()
-    mkdir "$folder/$name"
-    for argument in "${@:2}" --; do
+    local failed=0 number=0 arguments=()
+    for argument in "${parts[@]}"; do
         if [[ $argument != -- ]]; then
             arguments+=("$argument")
             continue
         fi
-        TMPDIR=$folder/$name python -m pytest -p no:cacheprovider "${arguments[@]}" || failed=$?
+        number=$((number + 1))
+        if mkdir "$folder/$number" 2>/dev/null; then
+            TMPDIR=$folder/$number python -m pytest -p no:cacheprovider "${arguments[@]}" || failed=$?
+        fi
         arguments=()
     done
     exit "$failed"
 }
 set -m # each in a process group of its own, which Ctrl-C here ends as a whole
-say "pytest in two lanes in the background, printed at the end:"
-say "- tests/end_to_end, then the slow tests of ${with_runs[*]}"
-lane runs tests/end_to_end -- "${with_runs[@]}" "${slow[@]}" >"$folder/runs.log" 2>&1 &
-lanes=($!)
-say "- the fast tests, then the slow ones of ${with_fast[*]}"
-lane fast --ignore=tests/end_to_end -m "not slow" -- "${with_fast[@]}" "${slow[@]}" >"$folder/fast.log" 2>&1 &
-lanes+=($!)
-say "pytest, the other slow tests"
-elsewhere=(tests/end_to_end "${with_runs[@]}" "${with_fast[@]}")
-lane slow "${elsewhere[@]/#/--ignore=}" "${slow[@]}" &
+say "pytest in three lanes, two of them in the background, printed at the end"
+lanes=()
+for name in second third; do
+    lane >"$folder/$name.log" 2>&1 &
+    lanes+=($!)
+done
+lane &
 lanes=($! "${lanes[@]}")
 # pytest's own answer to SIGINT ends what its tests have started
 trap 'kill -INT -- "${lanes[@]/#/-}" 2>/dev/null || true; wait || true; rm -rf "$folder"' EXIT
@@ -74,5 +86,5 @@ say "waiting for the tests in the background"
 for process in "${lanes[@]:1}"; do
     wait "$process" || code=$?
 done
-cat "$folder/runs.log" "$folder/fast.log"
+cat "$folder/second.log" "$folder/third.log"
 exit "$code"

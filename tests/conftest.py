@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
 
+from megarl.collector import collector_paused
 from tests.tiny_engines import (  # noqa: F401 - fixtures
     build_engine,
     checkpoint,
@@ -26,6 +29,15 @@ from tests.tiny_engines import (  # noqa: F401 - fixtures
 # an example's default bound of 0.2 s knows how busy it is
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep Python's collector away from all that the tests import, as where a run imports it."""
+    with collector_paused():
+        result = yield
+        gc.freeze()
+    return result
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import psutil
 
 _OURS = ("megarl-", "sglang")
-_PATIENCE_S = 10.0  # until files of a test in another process are gone again
+# until files of a test in another process are gone again, those of a killed run when the next one has started
+_PATIENCE_S = 60.0
 
 
 def shared_files() -> set[str]:

@@ -82,8 +82,8 @@ class RayNodes:
         self._start(address, "worker", self.address, environment)
 
     def wait_for(self, count: int) -> None:
-        """Wait until Ray knows so many live nodes."""
-        self._wait(lambda: self._num_alive() == count)
+        """Wait until so many nodes are started, as Ray says when the head knows them."""
+        self._wait(lambda: self._num_started() == count)
 
     def kill(self, address: str) -> None:
         """All processes of a node, as where its power fails; the raylet goes first, and so reports no other's end."""
@@ -112,10 +112,9 @@ class RayNodes:
             assert time.monotonic() < deadline, self.log()
             time.sleep(_POLL_S)
 
-    def _num_alive(self) -> int:
-        command = [str(Path(sys.executable).parent / "ray"), "status", "--address", self.address]
-        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True)
-        return sum(line.strip().startswith("1 node_") for line in done.stdout.splitlines())
+    def _num_started(self) -> int:
+        logs = self._disk.glob("megarl-*/start.log")
+        return sum("Ray runtime started." in log.read_text() for log in logs)
 
 
 def _tree(node: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -49,7 +49,7 @@ REACH = {  # room -> the only rooms that it may import, where floors alone would
         "types",
     },
     "model": {"device", "disk", "printable", "types"},
-    "resharding": {"device", "model", "placement", "types"},
+    "resharding": {"collector", "device", "model", "placement", "types"},
 }
 IMPORTERS = {  # room -> the only rooms that may import it
     "parallel": {"cli", "commands", "plan", "preflight", "training"},

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.deadline import Deadline
 from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_errors
+from megarl.collector import collector_paused
 from megarl.device import use_network, use_sglang_nccl_settings
 from megarl.types import ProcessLost, SilentFault, UserError
 from megarl.types.remote import RemoteCall
@@ -367,7 +368,8 @@ def _imported(target: str) -> Any:
     """What `module:name` is. Raises UserError where a shared library that the module needs cannot be loaded."""
     module, _, name = target.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        with collector_paused():
+            return getattr(importlib.import_module(module), name)
     except OSError as error:
         problem = f"it cannot be imported on node {ray.util.get_node_ip_address()} ({error})"
         hint = (

@@ -5,6 +5,7 @@ Run `prepare` in a process before its first `import sglang`.
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from megarl.collector import collector_paused
 
 _KERNELS = "sgl_kernel"
 _VISION = "torchvision"
@@ -108,11 +111,15 @@ _FORK_SERVER_USERS: list[None] = []
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Suppress SGLang's warnings at import about every model and kernel that this machine lacks."""
+    """Suppress SGLang's warnings at import about every model and kernel that this machine lacks.
+
+    Python's collector, which would traverse all that is imported again and again, is kept away from it.
+    """
     logging.getLogger("sglang").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), collector_paused():
         warnings.simplefilter("ignore")
         yield
+        gc.freeze()
 
 
 def declare_torchvision_operators() -> None:

@@ -14,10 +14,9 @@ from typing import Any
 from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
 
-if DEVICE == "cpu":
-    sglang_patches.prepare()
-
 with sglang_patches.quiet_import():
+    if DEVICE == "cpu":
+        sglang_patches.prepare()
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 

@@ -15,15 +15,14 @@ in: the cost of its plan grows with its own traffic, not with the cluster's. A d
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megarl.collector import collector_paused
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.tensors import Size
 from megarl.resharding.routes import Flow, RouteChooser, Transfer, item_bytes
@@ -152,7 +151,7 @@ class Streams:
         """The plan with num_rounds[k] rounds in send stage k; the numbers must be the same on every member."""
         rounds: list[Round] = []
         starts: set[int] = set()
-        with _collector_paused():
+        with collector_paused():
             for send_stage, number in zip(self.send_stages, num_rounds, strict=True):
                 starts.add(len(rounds))
                 rounds += _rounds(send_stage, self.member, number)
@@ -180,7 +179,7 @@ def plan_streams(
     send_stages: list[dict[tuple[int, int], Stream]] = [
         defaultdict(list) for _ in range(router.num_send_stages)
     ]
-    with _collector_paused():
+    with collector_paused():
         for flow, transfers in router.flows(member):
             for transfer in transfers:
                 if transfer.source == transfer.target == member:
@@ -190,18 +189,6 @@ def plan_streams(
                     streams[transfer.source, transfer.target].append(_copy(flow, transfer))
     frozen = tuple(dict(sorted(streams.items())) for streams in send_stages)
     return Streams(member, num_members, tuple(local), frozen, _digest(member, frozen))
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: a plan has 100,000 tuples and no cycles, and traversing them doubles the time."""
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.enable()
 
 
 def _copy(flow: Flow, transfer: Transfer) -> Copy:

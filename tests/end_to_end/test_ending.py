@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import get_args
 
 import psutil
 import pytest
-from safetensors.torch import load_file, save_file
 
 from megarl.types import EpisodeEnd
 from tests.leftovers import shared_files
@@ -185,53 +182,3 @@ def _workers(command) -> list[psutil.Process]:
         for process in command.look()
         if process.command_line.startswith("ray::_Shell")
     ]
-
-
-# tests/rollout/sglang/test_engine_ends.py kills one, test_ray_session.py hands it on
-@pytest.mark.nightly
-def test_a_killed_engine_process(launch: Callable):
-    command = launch(*FOREVER, "rollout.engine.tp=2")
-    command.wait_for_step(1)
-    # Schedulers are forked, on CPU, from a server that is the child of the engine's worker.
-    schedulers = [
-        scheduler
-        for worker in _workers(command)
-        for server in worker.children()
-        for scheduler in server.children()
-    ]
-    assert len(schedulers) == 2
-    schedulers[1].kill()
-    _end(command, f"(pid {schedulers[1].pid}) was killed by SIGKILL", 1)
-
-
-# tests/training/test_policy.py raises it, tests/cluster/test_ray_session.py names the worker
-@pytest.mark.nightly
-def test_an_exception_in_a_rank(launch: Callable, inputs: Path, tmp_path: Path):
-    """A weight that is not finite: neither is the gradient, and the rank says so."""
-    folder = tmp_path / "broken"
-    shutil.copytree(inputs / "models" / "tiny-qwen3-moe", folder)
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"][0] = math.inf
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    command = launch(*FOREVER, "warm_start.steps=5", f"model.path={folder}")
-    _end_after_start(command, "the gradient norm is", 1)
-
-
-# tests/rollout/test_worker.py raises it, tests/cluster/test_ray_session.py hands it on as it is
-@pytest.mark.nightly
-def test_a_reward_that_turns_bad(launch: Callable):
-    """Preflight sees it score well; in the run it returns NaN: a fault of the user's, so exit code 2."""
-    command = launch(*FOREVER, "reward.function=bad_reward:score")
-    (command.folder / "bad_reward.py").write_text(
-        "calls = []\n"
-        "def score(response, answer, row):\n"
-        "    calls.append(response)\n"
-        "    return float('nan') if len(calls) > 40 else 1.0\n"
-    )
-    _end_after_start(command, "reward.function", 2)
-
-
-def _end_after_start(command, last_line: str, code: int) -> None:
-    assert command.finish(180) == code, command.err
-    assert last_line in command.err.strip().splitlines()[-1]
-    assert command.leftovers() == []

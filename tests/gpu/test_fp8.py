@@ -17,10 +17,10 @@ from megarl.resharding import fp8
 from megarl.resharding.transport import settle
 from tests.gpu.conftest import Record
 from tests.gpu.exchange import same_bytes
+from tests.resharding.test_fp8 import TILE, one_tile_at_a_time
 
 ON_GPU = DEVICE == "cuda"
 SHAPES = [(1, 128, 128), (3, 256, 384), (2, 300, 200), (1, 1, 1)] + [(4, 2048, 7168)] * ON_GPU
-TILE = 128
 
 
 def block(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -31,23 +31,6 @@ def block(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
     weights[-1, 0, -1] = 1e-38
     weights[0, -1, 0] = -0.0
     return weights.to(dtype)
-
-
-def tiles_one_by_one(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8, scales) from the definition: each tile alone."""
-    items, rows, cols = weights.shape
-    quantised = torch.empty(weights.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(items, -(-rows // TILE), -(-cols // TILE))
-    for item in range(items):
-        for i, row in enumerate(range(0, rows, TILE)):
-            for j, col in enumerate(range(0, cols, TILE)):
-                tile = weights[item, row : row + TILE, col : col + TILE].float()
-                scale = tile.abs().max() / 448
-                scale = scale if scale > 0 else torch.ones(())
-                scales[item, i, j] = scale
-                scaled = (tile / scale).clamp(-448, 448)
-                quantised[item, row : row + TILE, col : col + TILE] = scaled.to(torch.float8_e4m3fn)
-    return quantised, scales
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -68,7 +51,7 @@ def test_tiles_equal_the_cpus(
     quantised, scales = fp8.quantise(on_device), fp8.tile_scales(on_device)
     settle(60.0)
     seconds = time.perf_counter() - started
-    expected, expected_scales = tiles_one_by_one(weights)
+    expected, expected_scales = one_tile_at_a_time(weights)
     assert same_bytes(scales, expected_scales)
     assert same_bytes(quantised, expected)
     record("rate", weights.nbytes / seconds / 1e9, "GB/s")

@@ -615,10 +615,10 @@ def run_test_sh(sandbox: Sandbox) -> list[str]:
 
 
 SLOW = "-m slow and not nightly"
-PARTS = [  # of each lane in turn: what runs in the foreground, beside the runs, and beside the fast tests
-    f"--ignore=tests/slurm {SLOW}",
-    *("tests/end_to_end", f" tests/tracking {SLOW}"),
-    *("-m not slow", f" tests/slurm {SLOW}"),
+PARTS = [
+    *(" --ignore=tests/end_to_end/test_slurm.py", " tests/end_to_end/test_slurm.py", "-m not slow"),
+    *(f" tests/rollout {SLOW}", f" tests/parallel {SLOW}"),
+    *(f" tests/slurm {SLOW}", f" tests/tracking {SLOW}", f"--ignore=tests/parallel {SLOW}"),
 ]
 
 
@@ -631,8 +631,8 @@ def test_test_sh_fails_where_any_part_does(ready: Sandbox, fails: str) -> None:
     done = ready.test()
     assert done.returncode == 3, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("tests: ")]
-    ends = zip(lines, PARTS, strict=True)
-    assert all(line.endswith(end) for line, end in ends), "those of the background last"
+    run = [[part for part in PARTS if line.endswith(part)] for line in lines]
+    assert sorted(run) == sorted([part] for part in PARTS), "each by one lane alone"
 
 
 def test_test_sh_installs_no_slurm_beside_a_clusters_own(ready: Sandbox) -> None:

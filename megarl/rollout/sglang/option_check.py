@@ -18,10 +18,9 @@ from megarl.device import DEVICE
 from megarl.rollout.sglang.arguments import WHERE
 from megarl.types import UserError
 
-if DEVICE == "cpu":
-    sglang_patches.prepare()
-
 with sglang_patches.quiet_import():
+    if DEVICE == "cpu":
+        sglang_patches.prepare()
     from sglang.srt.arg_groups.arg_utils import Arg
     from sglang.srt.server_args import ServerArgs
 

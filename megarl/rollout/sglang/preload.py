@@ -4,7 +4,7 @@ from megarl.cpu import sglang_patches
 from megarl.rollout.sglang import scheduler
 
 scheduler.leave_out_megatron()
-sglang_patches.prepare()
 with sglang_patches.quiet_import():
+    sglang_patches.prepare()
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401

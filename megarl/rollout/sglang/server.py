@@ -29,11 +29,10 @@ from megarl.rollout.sglang.scheduler import (
     ipc_address,
 )
 
-if DEVICE == "cpu":
-    sglang_patches.prepare()
-
 _loop_policy = asyncio.get_event_loop_policy()
 with sglang_patches.quiet_import():
+    if DEVICE == "cpu":
+        sglang_patches.prepare()
     from sglang.srt.entrypoints import engine as sglang_engine
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
