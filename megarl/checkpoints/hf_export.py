@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import DEVICE
@@ -64,7 +65,7 @@ class Export:
     lora: LoraSize | None = None  # adapters, which are merged into the weights
 
 
-def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> Path:
+def export_hf(job: Export, params: Mapping[str, Tensor], store: Store) -> Path:
     """Write the checkpoint; every training rank calls it with its own parameters. Returns the folder.
 
     The folder is renamed to its final name when all files are complete. store: a prefix store of this call alone.
@@ -107,9 +108,7 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
     return folder
 
 
-def _merged(
-    job: Export, params: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], Merge | None]:
+def _merged(job: Export, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Merge | None]:
     """This rank's weights, and its adapters. Raises LayoutError where the maps do not describe them."""
     weights = {name: param for name, param in params.items() if not is_factor(name)}
     shards = megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine)
@@ -164,7 +163,7 @@ def file_name(index: int, num_files: int) -> str:
 
 def _write_wave(
     job: Export,
-    params: Mapping[str, torch.Tensor],
+    params: Mapping[str, Tensor],
     merge: Merge | None,
     agreement: Agreement,
     stage: str,
@@ -212,7 +211,7 @@ def _most_rounds(votes: Any) -> dict[str, Any]:
     }
 
 
-def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
+def _allocate(file: File, dtype: str) -> dict[str, Tensor]:
     """Name -> uninitialised tensor, in the shape that it has in the file."""
     tensors_by_name = {}
     for shard in file:
@@ -227,7 +226,7 @@ def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
     return tensors_by_name
 
 
-def _quantise(tensors_of_file: dict[str, torch.Tensor]) -> None:
+def _quantise(tensors_of_file: dict[str, Tensor]) -> None:
     """Replace the weights of linear layers by their fp8 tiles and scales, one after the other."""
     for name in [name for name in tensors_of_file if is_projection(name)]:
         block = tensors_of_file[name].unsqueeze(0)

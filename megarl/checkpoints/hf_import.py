@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megarl.checkpoints import quantised
 from megarl.checkpoints.hf_files import Slices, tensor_files
@@ -83,7 +84,7 @@ def _first_of(errors: Sequence[UserError]) -> UserError:
 def load_hf(
     path: str | Path,
     shards: Sequence[Shard],
-    params: Mapping[str, torch.Tensor],
+    params: Mapping[str, Tensor],
     stem: str = "model",
 ) -> None:
     """Fill `params` (name -> parameter, any float dtype) in place with the boxes that `shards` name.
@@ -104,7 +105,7 @@ def load_hf(
                 _fill(slices, shard, params)
 
 
-def _fill(slices: Slices, shard: Shard, params: Mapping[str, torch.Tensor]) -> None:
+def _fill(slices: Slices, shard: Shard, params: Mapping[str, Tensor]) -> None:
     """Copy a shard item by item, because the files hold each item as a tensor of its own."""
     planes = [plane for view in views(params, shard.param, shard.at, shard.size) for plane in view]
     _, rows, cols = shard.box

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.parallel.option_values import state_dtype
@@ -134,7 +135,7 @@ def move_optimizer(
             state.update({key: _moved(value, device) for key, value in arrays.items()})
 
 
-def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def _moved(tensor: Tensor, device: str) -> Tensor:
     if device != "cpu" or tensor.is_cpu:
         return tensor.to(device)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
@@ -128,15 +129,15 @@ class RankModel:
             self._train, self.chunks[0].config, self.chunks[0].ddp_config, optimizer_config, names
         )
 
-    def params(self) -> dict[str, torch.Tensor]:
+    def params(self) -> dict[str, Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
         return model.params(self._unwrapped)
 
-    def factors(self) -> dict[str, torch.Tensor]:
+    def factors(self) -> dict[str, Tensor]:
         """This rank's factors of adapters by the map's names: such views as well."""
         return model.factors(self._unwrapped)
 
-    def share(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def share(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these frozen weights of another process, of the same names, in place of own ones."""
         self._shared = shared_weights.bind(self._unwrapped, weights)
 
@@ -195,7 +196,7 @@ class RankModel:
 
     def state_bytes(self) -> state_bytes.StateBytes:
         """What this rank trains, its buffers and its optimizer's state, wherever their memory is now."""
-        trained: list[torch.Tensor] = [
+        trained: list[Tensor] = [
             param for _, param in named_parameters(self._unwrapped) if param.requires_grad
         ]
         trained += [

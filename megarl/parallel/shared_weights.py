@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.model.lora_pairs import is_factor
 from megarl.parallel.model import ROUTER_BIAS, Score
@@ -22,13 +23,13 @@ def heads(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
     return [head.weight for head in layers if isinstance(head, Score)]
 
 
-def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
+def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, Tensor]) -> frozenset[str]:
     """Put `weights` (by the weight map's names) in the places of the chunks' frozen ones, whose memory is freed.
 
     Returns the names of those that were replaced. Raises ValueError for a weight that is missing or of another extent.
     """
     head_ids = {id(head) for head in heads(chunks)}
-    frozen: dict[str, torch.Tensor] = {
+    frozen: dict[str, Tensor] = {
         name: param
         for name, param in named_parameters(chunks)
         if id(param) not in head_ids and not is_factor(name)

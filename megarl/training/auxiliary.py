@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from megarl.algos import AUXILIARY_MODELS, hyperparameters_of
 from megarl.algos.losses import LossResult, outcome_loss, value_loss
@@ -130,7 +130,7 @@ class AuxiliaryRank(TrainingRank):
             flat = [sequence for batch in micro_batches for sequence in batch]
             returns = critic_returns(flat, old_values, rewards, hyperparameters)
 
-        def loss(row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor) -> LossResult:
+        def loss(row: PackedRow, output_T: Tensor, *_: Tensor) -> LossResult:
             if has_scores:
                 return value_loss(output_T, row.targets, value_clip=hyperparameters.value_clip)
             return outcome_loss(output_T, row.targets, beta=hyperparameters.prime_beta)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.algos import Algorithm
 from megarl.algos.advantages import gae
@@ -16,7 +17,7 @@ from megarl.types import FloatArray, Hyperparameters, TrainSequence, sample_numb
 
 PerToken = list[FloatArray]  # one array per sequence, aligned like the sequence's own
 # this rank's values and those of the batch's other ranks
-ReduceOverDp = Callable[[torch.Tensor], torch.Tensor]
+ReduceOverDp = Callable[[Tensor], Tensor]
 
 
 def with_token_advantages(

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from megarl import device
 from megarl.algos.losses import LossResult
@@ -86,7 +86,7 @@ class TrainingRank:
         if role.trains:
             self._model.make_optimizer()
         self._state: state_bytes.StateBytes | None = None
-        self._reference: dict[str, torch.Tensor] = {}
+        self._reference: dict[str, Tensor] = {}
         if reference:
             self._reference = host_offload.host_buffers_like(self.params())
             hf_import.load_hf(reference, shards, self._reference)
@@ -94,11 +94,11 @@ class TrainingRank:
         self.onload = self._model.onload
         self.held_bytes = device.held_bytes
 
-    def params(self) -> dict[str, torch.Tensor]:
+    def params(self) -> dict[str, Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
         return self._model.params()
 
-    def factors(self) -> dict[str, torch.Tensor]:
+    def factors(self) -> dict[str, Tensor]:
         """This rank's factors of adapters, likewise; none without `lora`."""
         return self._model.factors()
 
@@ -204,9 +204,7 @@ class TrainingRank:
         pipeline stage.
         """
 
-        def keep(
-            row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor
-        ) -> tuple[torch.Tensor, list[FloatArray]]:
+        def keep(row: PackedRow, output_T: Tensor, *_: Tensor) -> tuple[Tensor, list[FloatArray]]:
             return output_T.sum(), unpack(row, output_T)
 
         rows = self._rows(micro_batches)
@@ -222,7 +220,7 @@ class TrainingRank:
         norms: Norms,
         lr: float,
         **options: Any,
-    ) -> tuple[Statistics, Mapping[str, torch.Tensor]]:
+    ) -> tuple[Statistics, Mapping[str, Tensor]]:
         """One optimizer update. loss: of a packed row and the pipeline's outputs for it; options: as of `Pipeline.run`.
 
         Returns grad_norm (before clipping), and on the last stage the loss and its statistics over all data-parallel
