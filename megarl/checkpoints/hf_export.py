@@ -34,6 +34,7 @@ from megarl.resharding.reshard_plan import DIGEST_BITS, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
 from megarl.resharding.transport import close_group, make_group
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 FILE_BYTES = 4 << 30
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # configuration and tokenizer
@@ -201,7 +202,7 @@ def _write_wave(
         save_file(tensors_of_file, folder / name, metadata={"format": "pt"})
 
 
-def _most_rounds(votes: Any) -> dict[str, Any]:
+def _most_rounds(votes: Any) -> JsonObject:
     if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
         raise RuntimeError("export: the ranks' plans do not match: sends differ from receives")
     return {
@@ -234,7 +235,7 @@ def _quantise(tensors_of_file: dict[str, Tensor]) -> None:
         tensors_of_file[name] = fp8.quantise(block)[0]
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _header(file: Path) -> JsonObject:
     """By name, the data type, the shape and the place of each tensor of a safetensors file."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))

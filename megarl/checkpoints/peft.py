@@ -31,6 +31,7 @@ from megarl.model.tensors import STACK
 from megarl.resharding import lora_map
 from megarl.resharding.shards import Shard
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 STEM = "adapter_model"
 _PREFIX = "base_model.model."
@@ -74,7 +75,7 @@ def write(factors: Mapping[str, Tensor], size: LoraSize, base: str, out: Path) -
     unfinished.rename(out)
 
 
-def _config(factors: Collection[str], size: LoraSize, base: str) -> dict[str, Any]:
+def _config(factors: Collection[str], size: LoraSize, base: str) -> JsonObject:
     ranks = {}
     if any(".experts." in name for name in factors) and size.expert_rank != size.rank:
         each = size.expert_rank

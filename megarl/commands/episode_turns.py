@@ -12,9 +12,9 @@ from megarl.data.files import BadRow, RowErrors
 from megarl.episodes.tool_calls import MOST_CALLS
 from megarl.printable import short
 from megarl.types import UserError, UserErrors
+from megarl.types.json_objects import ToolSchema
 
 Call = tuple[str, object]  # name, arguments
-Schema = Mapping[str, Any]
 
 UNKNOWN_TOOL = "no_such_tool"
 _TEXT = "a"
@@ -94,7 +94,7 @@ def turns_of_file(path: Path) -> list[list[ScriptedTurn]]:
     return episodes
 
 
-def made_up(schemas: Sequence[Schema], text: str, *, replies: bool) -> list[ScriptedTurn]:
+def made_up(schemas: Sequence[ToolSchema], text: str, *, replies: bool) -> list[ScriptedTurn]:
     """A turn with a call for each tool, two of an only one, then turns of text: two where the environment replies."""
     turns = [ScriptedTurn("", (valid_call(schema),)) for schema in schemas]
     if len(schemas) == 1:
@@ -102,14 +102,14 @@ def made_up(schemas: Sequence[Schema], text: str, *, replies: bool) -> list[Scri
     return turns + [ScriptedTurn(text)] * (2 if replies else 1)
 
 
-def valid_call(schema: Schema) -> Call:
+def valid_call(schema: ToolSchema) -> Call:
     """A call with a value of the right type for every argument."""
     name = schema["function"]["name"]
     parameters = schema["function"]["parameters"]
     return name, example(parameters, parameters.get("$defs", {}))
 
 
-def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
+def example(schema: ToolSchema, types: Mapping[str, ToolSchema], depth: int = 0) -> Any:
     """A value of a JSON schema as pydantic writes it; types: of its references. Patterns and formats are not read."""
     if depth > _MOST_DEPTH:
         return None
@@ -147,7 +147,7 @@ def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
     return _TEXT
 
 
-def hostile_turns(schemas: Sequence[Schema], *, replies: bool) -> Iterator[HostileTurn]:
+def hostile_turns(schemas: Sequence[ToolSchema], *, replies: bool) -> Iterator[HostileTurn]:
     """Turns that a model may write, each of which must be answered with a sentence."""
     yield HostileTurn(UNKNOWN_TOOL, "unknown tool", ScriptedTurn("", ((UNKNOWN_TOOL, {}),)))
     for schema in schemas:
@@ -162,7 +162,7 @@ def hostile_turns(schemas: Sequence[Schema], *, replies: bool) -> Iterator[Hosti
             yield HostileTurn("reply", case, ScriptedTurn(text))
 
 
-def _hostile_arguments(schema: Schema, valid: Any) -> Iterator[tuple[str, object]]:
+def _hostile_arguments(schema: ToolSchema, valid: Any) -> Iterator[tuple[str, object]]:
     parameters = schema["function"]["parameters"]
     yield "arguments that are a list", [valid]
     yield "an argument that there is not", {**valid, "no_such_argument": 1}

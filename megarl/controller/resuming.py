@@ -23,6 +23,7 @@ from megarl.placement.roles import Roles, lora_size, resolve
 from megarl.samples.buffer import Entry
 from megarl.samples.parquet import open_samples
 from megarl.types import UserError, UserErrors
+from megarl.types.json_objects import JsonObject
 
 FOLDER = "checkpoints"
 # of a checkpoint. 1, without a number: the optimizer's state was gathered, and each tensor of a rank written whole.
@@ -70,7 +71,7 @@ class BufferState:
     surplus: int = 0
 
     @staticmethod
-    def of(buffer: GroupBuffer) -> dict[str, Any]:
+    def of(buffer: GroupBuffer) -> JsonObject:
         """The state as JSON stores it. Raises RuntimeError where a drawn prompt is lost or counted twice."""
         buffer.check()
         state = BufferState(
@@ -98,10 +99,10 @@ class Progress:
     seed: int
     trains_mtp: bool
     shape: dict[str, object]
-    critic: dict[str, Any] | None  # `critic_of`, in a run with a critic
-    buffer: dict[str, Any]  # `BufferState`
-    sampling: dict[str, Any]  # what the groups of the buffer depend on: `sampling_keys`
-    lora: dict[str, Any] | None = None  # `adapter_identity`, in a run that trains adapters
+    critic: JsonObject | None  # `critic_of`, in a run with a critic
+    buffer: JsonObject  # `BufferState`
+    sampling: JsonObject  # what the groups of the buffer depend on: `sampling_keys`
+    lora: JsonObject | None = None  # `adapter_identity`, in a run that trains adapters
     format: int = FORMAT
 
 
@@ -206,7 +207,7 @@ def _buffer_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[U
     return errors
 
 
-def sampling_keys(recipe: Recipe) -> dict[str, Any]:
+def sampling_keys(recipe: Recipe) -> JsonObject:
     """By recipe key, what the open groups of a buffer depend on: their samples, and how old their tokens become.
 
     How old those of complete groups become is computed from the groups (`RolloutBuffer.after_loading`).
@@ -244,7 +245,7 @@ def _written(value: object) -> str:
     return value
 
 
-def critic_of(roles: Roles) -> dict[str, Any] | None:
+def critic_of(roles: Roles) -> JsonObject | None:
     """The critic's shape and whether it has adapters, as `Progress` has them."""
     critic = roles.critic
     if critic is None:
@@ -289,7 +290,7 @@ def model_errors(snapshot: Snapshot, recipe: Recipe) -> list[UserError]:
     return [UserError("model.path", problem, f"{_SAME_MODEL}, or another run.name")]
 
 
-def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
+def adapter_identity(recipe: Recipe) -> JsonObject | None:
     """What a checkpoint of adapters fits, as `Progress` has it: their recipe keys, and the frozen weights.
 
     The rank in experts is the number that a default of the recipe means.

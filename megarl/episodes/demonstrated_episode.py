@@ -16,10 +16,11 @@ from typing import Any
 
 from megarl.data.files import BadRow
 from megarl.episodes.messages import results_of
-from megarl.episodes.template import Message, TemplateRefusal, first_place, solid
+from megarl.episodes.template import TemplateRefusal, first_place, solid
 from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.model.tokenizer import chat_messages
 from megarl.printable import short
+from megarl.types.json_objects import Message
 
 _FORM = "write a list of messages {role, content} as in OpenAI's chats, from the first message after the prompt on"
 _ORDER = "let assistants' messages alternate with a user's message or with one result for each call, and be the last"

@@ -34,6 +34,7 @@ from megarl.resharding.verify import (
     checksum,
     word_weights,
 )
+from megarl.types.json_objects import JsonObject
 
 TARGET = 0  # the target's member number
 ALIGN_BYTES = 16  # of the start of a message in a parameter
@@ -78,7 +79,7 @@ class PeerCopy:
         return PeerCopy(**values)
 
 
-def copy_messages(copy: PeerCopy) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+def copy_messages(copy: PeerCopy) -> tuple[dict[int, JsonObject], JsonObject]:
     """What each source gets for `send_copy`, by engine index, and the target for `receive_copy`, as JSON objects."""
     content = asdict(copy)
     sources = {

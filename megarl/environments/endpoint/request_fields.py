@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from megarl.environments.agents.chat import ChatRequest
+from megarl.types.json_objects import JsonObject
 
 MOST_STOPS = 16
 # of one of them: the engine decodes as many tokens after each that it samples
@@ -91,7 +92,7 @@ def read_body(body: bytes) -> Completion:
     return Completion(asked.model, chat, asked.stream, include_usage)
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse(body: bytes) -> JsonObject:
     marks = sum(map(body.count, (b",", b"[", b"{")))
     if marks > MOST_MARKS:
         words = f"the body is not read, because it has {marks} commas and opening brackets, more than {MOST_MARKS}"
@@ -114,7 +115,7 @@ def _no_number(text: str) -> None:
     raise ValueError(f"JSON has no {text}")
 
 
-def _is_nested_deeper(fields: dict[str, Any], levels: int) -> bool:
+def _is_nested_deeper(fields: JsonObject, levels: int) -> bool:
     level: list[Any] = [fields]
     for _ in range(levels):
         inner = (value.values() if isinstance(value, dict) else value for value in level)
@@ -172,7 +173,7 @@ def _without_nulls(json_value: Any) -> Any:
     return {name: value for name, value in json_value.items() if value is not None}
 
 
-def _known(json_object: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+def _known(json_object: JsonObject, known: Collection[str]) -> JsonObject:
     """The same, where all are known. Pydantic would list all unknown ones, which takes long where they are many."""
     fields = _without_nulls(json_object)
     unknown = next((name for name in fields if name not in known), None)
@@ -263,7 +264,7 @@ class _AssistantCall(_Extensible):
 class _OfferedFunction(_Extensible):
     name: str
     description: NotRequired[str]
-    parameters: NotRequired[dict[str, Any]]
+    parameters: NotRequired[JsonObject]
 
 
 class _OfferedTool(_Extensible):
@@ -350,5 +351,5 @@ class _RequestFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, body: dict[str, Any]) -> dict[str, Any]:
+    def _check_names(cls, body: JsonObject) -> JsonObject:
         return _known(body, cls.model_fields)

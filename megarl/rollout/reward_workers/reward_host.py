@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.isolation.child import (
@@ -29,12 +29,13 @@ from megarl.isolation.function_loading import is_coroutine_function
 from megarl.isolation.service import limit_job
 from megarl.printable import describe_error
 from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
+from megarl.types.json_objects import Columns, JsonObject
 from megarl.types.reward_result import Failure, RewardResult, reward_result_of
 
 _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
 
 
-def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
+def main(parent: ParentSocket, spec: JsonObject) -> None:
     """Score responses until the parent closes the socket or ends."""
     tell_service_events(lambda message: parent.write(_line(message)))
     reward = load_reward(spec["function"], spec["arguments"], spec["where"])
@@ -47,7 +48,7 @@ def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
         _score_in_turn(parent, reward, spec["timeout_s"])
 
 
-def _keywords(episode: Sequence[Any]) -> dict[str, Any]:
+def _keywords(episode: Sequence[Any]) -> JsonObject:
     """Of a function, from the rest of a response's message."""
     return {EPISODE: episode[0]} if episode else {}
 
@@ -77,7 +78,7 @@ async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float
     tell_service_events(lambda message: loop.call_soon_threadsafe(writer.write, _line(message)))
     tasks: set[asyncio.Task[None]] = set()
 
-    async def score(message: Sequence[Any], answer: str, row: Mapping[str, Any]) -> None:
+    async def score(message: Sequence[Any], answer: str, row: Columns) -> None:
         number, response, *episode = message
         limit_job(timeout_s)
         bound = asyncio.timeout(timeout_s)
