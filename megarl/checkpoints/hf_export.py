@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from megarl.resharding.shards import Part, Shard, cells, verify_params
 from megarl.resharding.transport import close_group, make_group
 from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
+from megarl.types.tensors import NamedTensors
 
 FILE_BYTES = 4 << 30
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # configuration and tokenizer
@@ -66,7 +67,7 @@ class Export:
     lora: LoraSize | None = None  # adapters, which are merged into the weights
 
 
-def export_hf(job: Export, params: Mapping[str, Tensor], store: Store) -> Path:
+def export_hf(job: Export, params: NamedTensors, store: Store) -> Path:
     """Write the checkpoint; every training rank calls it with its own parameters. Returns the folder.
 
     The folder is renamed to its final name when all files are complete. store: a prefix store of this call alone.
@@ -109,7 +110,7 @@ def export_hf(job: Export, params: Mapping[str, Tensor], store: Store) -> Path:
     return folder
 
 
-def _merged(job: Export, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Merge | None]:
+def _merged(job: Export, params: NamedTensors) -> tuple[dict[str, Tensor], Merge | None]:
     """This rank's weights, and its adapters. Raises LayoutError where the maps do not describe them."""
     weights = {name: param for name, param in params.items() if not is_factor(name)}
     shards = megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine)
@@ -164,7 +165,7 @@ def file_name(index: int, num_files: int) -> str:
 
 def _write_wave(
     job: Export,
-    params: Mapping[str, Tensor],
+    params: NamedTensors,
     merge: Merge | None,
     agreement: Agreement,
     stage: str,

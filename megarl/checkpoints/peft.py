@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megarl.checkpoints.hf_files import Slices
 from megarl.checkpoints.hf_import import load_hf
@@ -32,6 +31,7 @@ from megarl.resharding import lora_map
 from megarl.resharding.shards import Shard
 from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
+from megarl.types.tensors import NamedTensors
 
 STEM = "adapter_model"
 _PREFIX = "base_model.model."
@@ -59,7 +59,7 @@ HEADS = ("classifier", "score")
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def write(factors: Mapping[str, Tensor], size: LoraSize, base: str, out: Path) -> None:
+def write(factors: NamedTensors, size: LoraSize, base: str, out: Path) -> None:
     """Write whole factors, by their names in `lora_pairs`; `out` gets its name when all is there.
 
     base: the path of the model to which they belong.
@@ -209,12 +209,12 @@ def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:
     return extents_by_name
 
 
-def load(path: str, shards: Sequence[Shard], factors: Mapping[str, Tensor]) -> None:
+def load(path: str, shards: Sequence[Shard], factors: NamedTensors) -> None:
     """Fill a rank's factors with the boxes that `shards` name. Raises UserError naming a missing tensor."""
     load_hf(path, [shard._replace(name=_PREFIX + shard.name) for shard in shards], factors, STEM)
 
 
-def load_head(path: str, shards: Sequence[Shard], params: Mapping[str, Tensor]) -> None:
+def load_head(path: str, shards: Sequence[Shard], params: NamedTensors) -> None:
     """Fill the score head, where this rank has it, of the weights that `shards` name."""
     heads = [shard for shard in shards if shard.name == SCORE]
     load(path, heads, {shard.param: params[shard.param] for shard in heads})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -20,6 +20,7 @@ from megarl.fleet.rank_groups import GroupBuffer
 from megarl.model.hf_config import model_shape
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, lora_size, resolve
+from megarl.printable import Say
 from megarl.samples.buffer import Entry
 from megarl.samples.parquet import open_samples
 from megarl.types import UserError, UserErrors
@@ -106,7 +107,7 @@ class Progress:
     format: int = FORMAT
 
 
-def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
+def find(recipe: Recipe, prompts: PromptStream, say: Say) -> Snapshot | None:
     """The newest undamaged checkpoint of the recipe's run; None if there is none yet.
 
     Raises UserErrors where its model, data or samples are not the recipe's.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.param_names import named_parameters
+from megarl.types.tensors import ModelChunks
 
 # Classes of places in the order in which a fault passes them. A place is a class and what is first in it.
 _WEIGHTS, _FORWARD, _LOSS, _GRADIENT, _NOWHERE = (number << 48 for number in range(5))
@@ -34,7 +35,7 @@ class Finiteness:
     context-parallel ranks may have the same place.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> None:
+    def __init__(self, chunks: ModelChunks, stages: Sequence[int]) -> None:
         """chunks: without DDP. stages: of each, its number among all virtual pipeline stages."""
         self._chunks = chunks
         self._stages = {id(chunk): stage for chunk, stage in zip(chunks, stages, strict=True)}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-Params = Mapping[str, Tensor]
+from megarl.types.tensors import NamedTensors
+
+Params = NamedTensors
 
 
 def host_buffers_like(params: Params) -> dict[str, Tensor]:

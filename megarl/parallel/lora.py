@@ -47,6 +47,7 @@ from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.param_names import named_modules
 from megarl.parallel.shared_weights import heads
 from megarl.types import UserError
+from megarl.types.tensors import ModelChunks
 
 _HINT = "leave lora out, or its layer out of lora.targets"
 # elements between the starts of two weights of a flat buffer: kernels want 16 bytes at least
@@ -196,9 +197,7 @@ class GroupedAdapter(torch.nn.ModuleList):
         return torch.cat([adapter(part) for adapter, part in zip(self, parts, strict=True)])
 
 
-def attach(
-    chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: LoraSize, seed: int
-) -> Adapters:
+def attach(chunks: ModelChunks, pairs: Sequence[LoraPair], size: LoraSize, seed: int) -> Adapters:
     """Freeze this rank's model chunks and give their linear layers adapters; call it before DDP wraps the chunks.
 
     pairs: of this rank, in the order of the layers. The weights may still be undefined. Raises UserError, with its
@@ -240,7 +239,7 @@ def attach(
     return adapters
 
 
-def sum_over_etp(chunks: Sequence[torch.nn.Module]) -> None:
+def sum_over_etp(chunks: ModelChunks) -> None:
     """Sum the gradients of factors that the ranks of one expert hold alike; after those over data-parallel ranks."""
     marked: Any = [
         param

@@ -34,6 +34,7 @@ from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Router, Routing
 from megarl.placement.train_layout import TrainLayout
+from megarl.types.tensors import ModelChunks
 
 if TYPE_CHECKING:
     from megarl.config import TrainConfig
@@ -353,7 +354,7 @@ def buffers_config(train: TrainConfig) -> DistributedDataParallelConfig:
     return make_config("train.ddp", DistributedDataParallelConfig, fields)
 
 
-def params(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+def params(chunks: ModelChunks) -> dict[str, Tensor]:
     """A rank's weights by the names of the weight map: parameters, and buffers that are weights (router biases).
 
     Without the factors of adapters.
@@ -369,6 +370,6 @@ def params(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     return weights | biases
 
 
-def factors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+def factors(chunks: ModelChunks) -> dict[str, Tensor]:
     """A rank's factors of adapters by the names of their map (resharding/lora_map.py)."""
     return {name: factor.detach() for name, factor in named_parameters(chunks) if is_factor(name)}

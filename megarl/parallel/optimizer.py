@@ -17,6 +17,7 @@ from megarl.device import DEVICE
 from megarl.parallel.option_values import state_dtype
 from megarl.parallel.options import PRECISION_AWARE, make_config
 from megarl.types import UserError
+from megarl.types.tensors import ModelChunks
 
 if TYPE_CHECKING:
     from megarl.config import TrainConfig
@@ -113,9 +114,7 @@ def offloads(train: TrainConfig) -> bool:
     return train.optimizer_offload and DEVICE == "cuda"
 
 
-def move_optimizer(
-    optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module], device: str
-) -> None:
+def move_optimizer(optimizer: ChainedOptimizer, chunks: ModelChunks, device: str) -> None:
     """Move the optimizer's state and master weights to a device; shards that are views of parameters stay.
 
     Host memory is pinned, for fast copies. Step counts stay on the host, where torch's AdamW reads them.

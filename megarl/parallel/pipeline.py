@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -22,6 +22,7 @@ from megarl.parallel.logprobs import hidden_logprobs
 from megarl.parallel.model import Chunk, Score
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.routing import Choices, Routing
+from megarl.types.tensors import NamedTensors
 
 Result = TypeVar("Result")
 Shape = list[int]
@@ -47,7 +48,7 @@ class Pass(Generic[Result]):
     """
 
     results: list[Result]
-    routing_sums: Mapping[str, Tensor]
+    routing_sums: NamedTensors
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Pipeline:
             "pg_collection": groups.pipeline_groups(),
         }
 
-    def _start(self, norms: Norms | None) -> Mapping[str, Tensor]:
+    def _start(self, norms: Norms | None) -> NamedTensors:
         """Prepare a pass; returns the statistics that its routers will fill."""
         for chunk in self.chunks:
             _module(chunk).runs_mtp = norms is not None and self.mtp_loss > 0

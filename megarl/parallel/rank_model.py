@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from megarl.parallel.replicas import Replicated, replicated_gradients, replicate
 from megarl.parallel.routing import Routing
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import Role
+from megarl.types.tensors import ModelChunks, NamedTensors
 
 
 class RankModel:
@@ -89,7 +90,7 @@ class RankModel:
         self.adapters = lora.attach(chunks, pairs, size, recipe.run.seed) if size else None
         for head in shared_weights.heads(chunks):
             head.requires_grad_(role.trains)
-        self._unwrapped: Sequence[torch.nn.Module] = chunks
+        self._unwrapped: ModelChunks = chunks
         self._trains = role.trains
         self._is_published = is_published
         self._is_offloaded = False
@@ -137,7 +138,7 @@ class RankModel:
         """This rank's factors of adapters by the map's names: such views as well."""
         return model.factors(self._unwrapped)
 
-    def share(self, weights: Mapping[str, Tensor]) -> None:
+    def share(self, weights: NamedTensors) -> None:
         """Compute with these frozen weights of another process, of the same names, in place of own ones."""
         self._shared = shared_weights.bind(self._unwrapped, weights)
 

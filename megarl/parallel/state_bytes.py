@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.parallel.dist_checkpoint import random_state, set_random_state, start_states
 from megarl.parallel.optimizer import stepping
 from megarl.types import ByteArray
+from megarl.types.tensors import ModelChunks
 
 
 class StateBytes:
@@ -66,9 +67,7 @@ class StateBytes:
         return pairs
 
 
-def optimizer_tensors(
-    optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module]
-) -> list[Tensor]:
+def optimizer_tensors(optimizer: ChainedOptimizer, chunks: ModelChunks) -> list[Tensor]:
     """Master weights, moments, step counts and scales, in an order that the layout decides; not the model's weights."""
     start_states(optimizer)
     in_model = {param.untyped_storage()._cdata for chunk in chunks for param in chunk.parameters()}

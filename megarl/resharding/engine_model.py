@@ -20,7 +20,7 @@ adapter slots in the attributes `_BUFFERS`; the number of ours is left on the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch import Tensor
 from megarl.model.quantisation import FP8_TILE
 from megarl.resharding.sglang_map import DRAFT
 from megarl.resharding.shards import LayoutError
+from megarl.types.tensors import ModelChunks
 
 _OTHER_BACKEND = "set rollout.engine.sglang.moe_runner_backend to triton"
 # A flag of a MoE layer or its quantisation that means another order of the experts' weights -> the hint.
@@ -54,7 +55,7 @@ _BUFFERS = {  # attributes of a wrapper -> what a slot's name has after that of 
 }
 
 
-def joined(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
+def joined(models: ModelChunks) -> torch.nn.Module:
     """The target model, or with a draft model one module of both.
 
     There the draft's parameters have names that begin with DRAFT, but for those that it shares with the target.
@@ -70,7 +71,7 @@ def joined(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
     return whole
 
 
-def draft_error(models: Sequence[torch.nn.Module]) -> LayoutError | None:
+def draft_error(models: ModelChunks) -> LayoutError | None:
     """The reason why a draft model cannot be written together with its target; else None."""
     target, *drafts = models
     shared = {id(tensor) for tensor in target.buffers()}
@@ -108,7 +109,7 @@ def adapter_slots(model: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def copied(models: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+def copied(models: ModelChunks) -> dict[str, Tensor]:
     """What engines of equal layout have in common: the weights of all models, and the slot of our adapter."""
     tensors = params(joined(models))
     if hasattr(models[0], SLOT_NUMBER):

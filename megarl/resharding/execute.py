@@ -6,7 +6,7 @@ or strided copies are packed. While the messages of a round are on the wire, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, cast
 
@@ -25,8 +25,9 @@ from megarl.resharding.reshard_plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, shape_as_stack, views
 from megarl.resharding.transport import PeerCheck, batch, settle, wait
+from megarl.types.tensors import NamedTensors
 
-Params = Mapping[str, Tensor]
+Params = NamedTensors
 Computed = MergedBox | ScaledBox
 # at the sender: elements, or what they are computed from
 Source = Sequence[Tensor] | Sequence[Computed]

@@ -28,6 +28,7 @@ from megarl.model.tensors import STACK, Size
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Cell, Shard, verify_params, views
+from megarl.types.tensors import NamedTensors
 
 TILE_ROWS = 128
 TILE_COLS = 2048
@@ -41,7 +42,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 # that fit into a signed number beside rows, columns and a tensor's key; then they begin again
 _VERSIONS = 1 << 15
 
-Params = Mapping[str, Tensor]
+Params = NamedTensors
 
 
 @dataclass

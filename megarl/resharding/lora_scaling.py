@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.tensors import STACK, Size
 from megarl.resharding.shards import Cell, views
+from megarl.types.tensors import NamedTensors
 
 _FACTOR_B = ".lora_B.weight"
 
@@ -38,7 +38,7 @@ class Scaling:
     size: LoraSize
 
     def boxes(
-        self, name: str, params: Mapping[str, Tensor], param: str, at: Cell, size: Size
+        self, name: str, params: NamedTensors, param: str, at: Cell, size: Size
     ) -> list[ScaledBox] | None:
         """As `shards.views`, for a box of the factor `name`; None where it is sent as it is."""
         if not name.endswith(_FACTOR_B):

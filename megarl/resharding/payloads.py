@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -22,11 +22,12 @@ from megarl.resharding.shards import (
     shape_as_stack,
     verify_params,
 )
+from megarl.types.tensors import NamedTensors
 
 PayloadName = Literal["weights", "factors"]
 # read: engines read the frozen weights from the checkpoint
 ReshardStep = PayloadName | Literal["read"]
-Params = Mapping[str, torch.Tensor]
+Params = NamedTensors
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -35,6 +35,7 @@ from megarl.resharding.verify import (
     word_weights,
 )
 from megarl.types.json_objects import JsonObject
+from megarl.types.tensors import NamedTensors
 
 TARGET = 0  # the target's member number
 ALIGN_BYTES = 16  # of the start of a message in a parameter
@@ -158,9 +159,7 @@ class CopyMember:
         self._ask = partial(self._agreement.ask, _DONE)
 
     @torch.no_grad()
-    def run(
-        self, params: Mapping[str, Tensor], version: int, error: Exception | None = None
-    ) -> None:
+    def run(self, params: NamedTensors, version: int, error: Exception | None = None) -> None:
         """Send the parameters, or write them as the target; collective.
 
         version: that the source has, or the target is to get. error: the reason why the caller cannot take part, which
@@ -196,7 +195,7 @@ class CopyMember:
                 close_group(group)
 
     def _agree(
-        self, params: Mapping[str, Tensor], version: int, error: Exception | None
+        self, params: NamedTensors, version: int, error: Exception | None
     ) -> dict[str, Tensor]:
         """The bytes of each parameter, when all members are ready and have the same ones."""
         try:
@@ -211,7 +210,7 @@ class CopyMember:
         self._agreement.reach(_READY, vote, partial(conclude, self._names))
         return contents
 
-    def _move(self, group: Any, contents: Mapping[str, Tensor]) -> None:
+    def _move(self, group: Any, contents: NamedTensors) -> None:
         """Send or write this member's ranges, and compare what was written."""
         sizes = {name: len(content) for name, content in contents.items()}
         by_source = shares(sizes, len(self._copy.sources))
@@ -239,7 +238,7 @@ class CopyMember:
         self,
         group: Any,
         rounds_by_peer: Mapping[int, Sequence[Sequence[ByteRange]]],
-        contents: Mapping[str, Tensor],
+        contents: NamedTensors,
     ) -> None:
         """Send all rounds, or receive them in place as the target."""
         in_flight: deque[list[dist.Work]] = deque()
@@ -262,7 +261,7 @@ class CopyMember:
         self,
         group: Any,
         ranges_by_peer: Mapping[int, Sequence[ByteRange]],
-        contents: Mapping[str, Tensor],
+        contents: NamedTensors,
     ) -> list[str]:
         """Compare checksums of all ranges at the target; descriptions of the wrong ones, none at a source."""
         weights = word_weights(STRIP_BYTES // WORD_BYTES)
@@ -291,7 +290,7 @@ class CopyMember:
         self,
         group: Any,
         rounds_by_peer: Mapping[int, Sequence[Sequence[ByteRange]]],
-        contents: Mapping[str, Tensor],
+        contents: NamedTensors,
     ) -> list[str]:
         """Receive all bytes once more and compare them; the target's part."""
         wrong = []
@@ -382,7 +381,7 @@ def _content(name: str, param: Tensor) -> Tensor:
 
 
 def _parts(
-    contents: Mapping[str, Tensor], ranges_by_peer: Mapping[int, Sequence[ByteRange]]
+    contents: NamedTensors, ranges_by_peer: Mapping[int, Sequence[ByteRange]]
 ) -> dict[int, list[Tensor]]:
     """The memory of ranges."""
     return {

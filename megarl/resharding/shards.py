@@ -7,11 +7,12 @@ stack, [items, rows, cols], because they are split alike: one box covers several
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.tensors import EMBEDDING, LM_HEAD, STACK, Size
+from megarl.types.tensors import NamedTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +129,7 @@ def shape_as_stack(shape: Sequence[int]) -> Size:
     return items, shape[-2], shape[-1]
 
 
-def views(params: Mapping[str, Tensor], param: str, at: Cell, size: Size) -> list[Tensor]:
+def views(params: NamedTensors, param: str, at: Cell, size: Size) -> list[Tensor]:
     """Writable views of contiguous parameters: one [items, rows, cols], or [1, rows, cols] for each item's parameter.
 
     param, at: as in a Shard.
@@ -177,7 +178,7 @@ def param_table(shards: Sequence[Shard]) -> dict[str, Size]:
     return table
 
 
-def verify_params(shards: Sequence[Shard], params: Mapping[str, Tensor]) -> None:
+def verify_params(shards: Sequence[Shard], params: NamedTensors) -> None:
     """Prove that the map describes these parameters: same names, same shapes, every element covered exactly once.
 
     Only parameters of vocabulary tensors may have more rows than the shards. Raises LayoutError, which names the first

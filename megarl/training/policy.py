@@ -51,6 +51,7 @@ from megarl.training.row_diffs import RowDiffs, row_diffs
 from megarl.training.shares import HostChoices, Logprobs, UpdateShare, on_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, regrouped
+from megarl.types.tensors import NamedTensors
 
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _ROUTING[:3])
@@ -346,7 +347,7 @@ class PolicyRank(TrainingRank):
             [{REPLAY_DIFF: parts(replay_diff, tokens), FREE_DIFF: parts(free_diff, tokens)}]
         )
 
-    def _routing_stats(self, sums: Mapping[str, Tensor], norms: Norms) -> Statistics:
+    def _routing_stats(self, sums: NamedTensors, norms: Norms) -> Statistics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
         if not self.shape.num_experts:
             return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.training.batching import Update
 from megarl.training.update_guard import UpdateGuard
 from megarl.types import ByteArray, FloatArray, TrainSequence, regrouped
+from megarl.types.tensors import NamedTensors
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 _LOOK_S = 0.02  # a checkpoint ends so much later, at most, because its disk is attended to
@@ -220,7 +221,7 @@ class TrainingRank:
         norms: Norms,
         lr: float,
         **options: Any,
-    ) -> tuple[Statistics, Mapping[str, Tensor]]:
+    ) -> tuple[Statistics, NamedTensors]:
         """One optimizer update. loss: of a packed row and the pipeline's outputs for it; options: as of `Pipeline.run`.
 
         Returns grad_norm (before clipping), and on the last stage the loss and its statistics over all data-parallel
