@@ -91,6 +91,7 @@ DOORS = {  # library -> the only places that import it
         "megarl.environments.runtime.tools",
         "megarl.environments.endpoint.request_fields",
         "megarl.parallel.option_values",
+        "megarl.resharding.peer_copy",
         "megarl.resharding.session",
     },
     "bm25s": {"megarl.environments.search"},

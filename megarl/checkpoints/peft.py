@@ -31,6 +31,7 @@ from megarl.resharding import lora_map
 from megarl.resharding.shards import Shard
 from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
+from megarl.types.listed import ErrorIterator, listed
 from megarl.types.tensors import NamedTensors
 
 STEM = "adapter_model"
@@ -166,23 +167,19 @@ def _tensor_errors(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list
     return errors
 
 
-def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> list[UserError]:
+@listed
+def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> ErrorIterator:
     config = read_json(file)
-    errors = []
     if heads and set(config.get("modules_to_save") or ()) <= {*heads}:
         config["modules_to_save"] = None
     for key, plain in _PLAIN.items():
         if (config.get(key) or plain) != plain:  # PEFT writes [] for None
-            errors.append(
-                UserError("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _HINT)
-            )
+            yield UserError("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _HINT)
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_WEIGHTS):
         problem = f"{file} has init_lora_weights {start}, for which PEFT changes the base's weights"
-        errors.append(
-            UserError(
-                "lora.path", problem, "let PEFT convert them to adapters of the unchanged base"
-            )
+        yield UserError(
+            "lora.path", problem, "let PEFT convert them to adapters of the unchanged base"
         )
     for key, recipe_value, name in (
         ("r", size.rank, "lora.rank"),
@@ -190,10 +187,7 @@ def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> list[U
     ):
         if config.get(key) != recipe_value:
             problem = f"{recipe_value:g}, and {file} has {key} {config.get(key)}"
-            errors.append(
-                UserError(name, problem, f"set it to {config.get(key)}, or leave lora.path out")
-            )
-    return errors
+            yield UserError(name, problem, f"set it to {config.get(key)}, or leave lora.path out")
 
 
 def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:

@@ -25,6 +25,7 @@ from megarl.samples.buffer import Entry
 from megarl.samples.parquet import open_samples
 from megarl.types import UserError, UserErrors
 from megarl.types.json_objects import JsonObject
+from megarl.types.listed import ErrorIterator, listed
 
 FOLDER = "checkpoints"
 # of a checkpoint. 1, without a number: the optimizer's state was gathered, and each tensor of a rank written whole.
@@ -177,18 +178,18 @@ def _unfit(snapshot: Snapshot, problem: str) -> UserErrors:
     return UserErrors([UserError(str(snapshot.folder), problem, hint)])
 
 
-def _buffer_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
+@listed
+def _buffer_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> ErrorIterator:
     """The errors of a buffer in a file format of another version, or whose groups cannot go on under the recipe."""
     buffer = _stored(snapshot, BufferState, then.buffer)
     if not buffer.streams:
-        return []
-    errors = []
+        return
     if buffer_file(snapshot.folder).exists():
         try:
             open_samples(buffer_file(snapshot.folder))
         except UserError as error:
             hint = "resume with the version that wrote it, or choose another run.name"
-            errors.append(UserError(error.where, error.problem, hint))
+            yield UserError(error.where, error.problem, hint)
     now = sampling_keys(recipe)
     if buffer.has_open:
         keys = tuple(now)
@@ -204,8 +205,7 @@ def _buffer_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[U
         problem = (
             f"{_written(now[key])}, and {snapshot.folder} has {waiting}, of a run with {written}"
         )
-        errors.append(UserError(key, problem, f"set it to {written}, or choose another run.name"))
-    return errors
+        yield UserError(key, problem, f"set it to {written}, or choose another run.name")
 
 
 def sampling_keys(recipe: Recipe) -> JsonObject:

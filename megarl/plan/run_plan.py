@@ -30,6 +30,7 @@ from megarl.preflight.checks_by_command import plan_errors
 from megarl.preflight.model_checks import stand_ins
 from megarl.rollout.sglang.batch_sizes import limit_of
 from megarl.types import UserError, UserErrors
+from megarl.types.listed import ErrorIterator, listed
 
 # samples of a step; assigning them takes seconds, and four times as many a minute or more
 MOST_SAMPLES = 2**16
@@ -200,9 +201,9 @@ class _Tries:
         )
 
 
-def size_errors(recipe: Recipe) -> list[UserError]:
+@listed
+def size_errors(recipe: Recipe) -> ErrorIterator:
     """Sizes with which a plan would take hours: it assigns every sample to a micro-batch, and places every GPU."""
-    errors = []
     of_prompt = recipe.rollout.samples_per_prompt
     samples = recipe.rollout.prompts_per_step * of_prompt
     if samples > MOST_SAMPLES:
@@ -210,11 +211,10 @@ def size_errors(recipe: Recipe) -> list[UserError]:
         problem = f"a plan has at most {MOST_SAMPLES:,} samples a step, and {these}"
         most_prompts = max(1, MOST_SAMPLES // of_prompt)
         hint = f"set it to at most {most_prompts}: time grows with it in proportion"
-        errors.append(UserError("rollout.prompts_per_step", problem, hint))
+        yield UserError("rollout.prompts_per_step", problem, hint)
     if recipe.placement.gpus > MOST_GPUS:
         problem = f"a plan has at most {MOST_GPUS:,} GPUs, and these are {recipe.placement.gpus:,}"
-        errors.append(UserError("placement.gpus", problem, f"set it to at most {MOST_GPUS}"))
-    return errors
+        yield UserError("placement.gpus", problem, f"set it to at most {MOST_GPUS}")
 
 
 def slot_map(

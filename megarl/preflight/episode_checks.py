@@ -16,9 +16,9 @@ from megarl.episodes.template_check import TemplateFacts
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.model.hf_config import end_token_ids
-from megarl.preflight.listed import ErrorIterator, listed
 from megarl.types import Prompt, UserError
 from megarl.types.json_objects import ToolSchema
+from megarl.types.listed import ErrorIterator, listed
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megarl.isolation.child import (
     LINE_BYTES,
     OUT_OF_MEMORY,
     ParentSocket,
+    as_line,
     free_spare_memory,
     limit_memory,
     tell_service_events,
@@ -37,11 +38,11 @@ _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
 
 def main(parent: ParentSocket, spec: JsonObject) -> None:
     """Score responses until the parent closes the socket or ends."""
-    tell_service_events(lambda message: parent.write(_line(message)))
+    tell_service_events(lambda message: parent.write(as_line(message)))
     reward = load_reward(spec["function"], spec["arguments"], spec["where"])
     is_async = is_coroutine_function(reward)
     limit_memory(spec["memory_mb"])
-    parent.write(_line([is_async, takes_episode(reward)]))
+    parent.write(as_line([is_async, takes_episode(reward)]))
     if is_async:
         asyncio.run(_score_together(parent, reward, spec["timeout_s"]))
     else:
@@ -75,7 +76,7 @@ async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float
     """Score every response as it comes: the parent decides how many are in flight."""
     reader, writer = await asyncio.open_connection(sock=parent.socket, limit=LINE_BYTES)
     loop = asyncio.get_running_loop()
-    tell_service_events(lambda message: loop.call_soon_threadsafe(writer.write, _line(message)))
+    tell_service_events(lambda message: loop.call_soon_threadsafe(writer.write, as_line(message)))
     tasks: set[asyncio.Task[None]] = set()
 
     async def score(message: Sequence[Any], answer: str, row: Columns) -> None:
@@ -114,13 +115,9 @@ def _failure(error: BaseException) -> Failure:
 def _reply(write: Callable[[bytes], object], number: int, result: RewardResult | Failure) -> None:
     """Write a response's result; does not return when the memory is full."""
     if isinstance(result, RewardResult):
-        write(_line([number, result.reward, result.correct, result.answer]))
+        write(as_line([number, result.reward, result.correct, result.answer]))
     else:
-        write(_line([number, result.words, result is _OUT_OF_MEMORY]))
+        write(as_line([number, result.words, result is _OUT_OF_MEMORY]))
     while result is _OUT_OF_MEMORY:
         # its memory is too fragmented to go on; the parent kills it when it has read the reply
         signal.pause()
-
-
-def _line(message: object) -> bytes:
-    return json.dumps(message).encode() + b"\n"
