@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.algos.targets import Targets
 from megarl.types import FloatArray, IntArray, TrainSequence, sample_numbers
+from megarl.types.arrays import TokenArrays
 
 LENGTH_STEP = 1024
 
@@ -77,10 +78,10 @@ def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:
 
 def pack(
     sequences: Sequence[TrainSequence],
-    old_logp: Sequence[FloatArray] | None = None,
-    reference_logp: Sequence[FloatArray] | None = None,
-    returns: Sequence[FloatArray] | None = None,
-    old_values: Sequence[FloatArray] | None = None,
+    old_logp: TokenArrays | None = None,
+    reference_logp: TokenArrays | None = None,
+    returns: TokenArrays | None = None,
+    old_values: TokenArrays | None = None,
     *,
     split: Split,
     device: str,
@@ -153,7 +154,7 @@ class _RowLayout:
     def on_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
-    def floats(self, arrays: Sequence[FloatArray] | None) -> Tensor | None:
+    def floats(self, arrays: TokenArrays | None) -> Tensor | None:
         """One array for each sequence, aligned with the logprobs."""
         return None if arrays is None else self._aligned(arrays, np.float32)
 

@@ -99,6 +99,9 @@ class ModelSize(Role):
         return [self.slots[start : start + width] for start in starts]
 
 
+ModelSizes = Mapping[RoleName, ModelSize]
+
+
 def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:
     """Every model of a recipe. Raises UserError if Megatron cannot build one; its layouts must have no error."""
     return sizes_of([resolve(recipe).models], whole=True)[0]
@@ -125,7 +128,7 @@ def sizes_of(
 
 
 def resized(
-    sizes: Mapping[RoleName, ModelSize], changed: Mapping[RoleName, Role]
+    sizes: ModelSizes, changed: Mapping[RoleName, Role]
 ) -> dict[RoleName, ModelSize] | None:
     """The sizes for changed ranks that hold the same amount as those of `sizes`; None: a model has to be built."""
     if any(

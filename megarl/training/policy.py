@@ -51,6 +51,7 @@ from megarl.training.row_diffs import RowDiffs, row_diffs
 from megarl.training.shares import HostChoices, Logprobs, UpdateShare, on_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, regrouped
+from megarl.types.arrays import TokenArrays
 from megarl.types.tensors import NamedTensors
 
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
@@ -257,7 +258,7 @@ class PolicyRank(TrainingRank):
         updates: Sequence[Update],
         shares: Sequence[UpdateShare],
         token_values: TokenValues,
-        kl_penalties: Sequence[FloatArray] | None,
+        kl_penalties: TokenArrays | None,
     ) -> list[UpdateShare]:
         """The shares with an advantage for each token."""
         flat = credit.with_token_advantages(

@@ -30,6 +30,7 @@ from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.training.batching import Update
 from megarl.training.update_guard import UpdateGuard
 from megarl.types import ByteArray, FloatArray, TrainSequence, regrouped
+from megarl.types.arrays import TokenArrays
 from megarl.types.tensors import NamedTensors
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
@@ -241,9 +242,7 @@ class TrainingRank:
             statistics = groups.reduce_stats(done.results)
         return statistics | {GRAD_NORM: (grad_norm,)}, done.routing_sums
 
-    def _rows(
-        self, micro_batches: MicroBatches, *arrays: Sequence[FloatArray] | None
-    ) -> list[PackedRow]:
+    def _rows(self, micro_batches: MicroBatches, *arrays: TokenArrays | None) -> list[PackedRow]:
         """The packed rows; arrays: as of `pack`, but for the sequences of all micro-batches."""
         of_batches = [
             [None] * len(micro_batches) if flat is None else regrouped(flat, micro_batches)
