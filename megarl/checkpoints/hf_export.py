@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import DEVICE
-from megarl.model.lora_pairs import LoraSize, is_factor
+from megarl.model.lora_pairs import LoraSize, split_factors
 from megarl.model.quantisation import FP8_CONFIG, QUANTISATION_KEYS
 from megarl.model.shape import ModelShape
 from megarl.model.tensors import aliases, hf_tensors, is_projection, is_vector, tensors
@@ -30,7 +30,7 @@ from megarl.resharding import fp8, megatron_map
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.execute import Executor
 from megarl.resharding.lora_merge import Merge
-from megarl.resharding.reshard_plan import DIGEST_BITS, item_bytes, plan_streams
+from megarl.resharding.reshard_plan import agreed_rounds, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
 from megarl.resharding.transport import close_group, make_group
 from megarl.types import UserError
@@ -112,12 +112,11 @@ def export_hf(job: Export, params: NamedTensors, store: Store) -> Path:
 
 def _merged(job: Export, params: NamedTensors) -> tuple[dict[str, Tensor], Merge | None]:
     """This rank's weights, and its adapters. Raises LayoutError where the maps do not describe them."""
-    weights = {name: param for name, param in params.items() if not is_factor(name)}
+    weights, factors = split_factors(params)
     shards = megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine)
     verify_params(shards, weights)
     if job.lora is None:
         return weights, None
-    factors = {name: param for name, param in params.items() if is_factor(name)}
     of_rank = job.shape, job.layout, job.rank, job.transformer_engine
     return weights, Merge.of_rank(job.lora, *of_rank, factors)
 
@@ -204,13 +203,7 @@ def _write_wave(
 
 
 def _most_rounds(votes: Any) -> JsonObject:
-    if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
-        raise RuntimeError("export: the ranks' plans do not match: sends differ from receives")
-    return {
-        "rounds": [
-            max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)
-        ]
-    }
+    return {"rounds": agreed_rounds(votes, "export: the ranks'")}
 
 
 def _allocate(file: File, dtype: str) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.files import BadRow, RowErrors
+from megarl.episodes.demonstrated_episode import name_and_arguments
 from megarl.episodes.tool_calls import MOST_CALLS
 from megarl.printable import short
 from megarl.types import UserError, UserErrors
@@ -28,9 +29,6 @@ _HOSTILE_TEXTS = {
     "half of a surrogate pair": "\ud800",  # which UTF-8 cannot hold
 }
 _MESSAGES = "write a list of messages {role, content, tool_calls} as in OpenAI's chats, beginning with an assistant's"
-_CALL = (
-    'write a call as {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
-)
 
 
 @dataclass(frozen=True)
@@ -194,12 +192,6 @@ def _nested(depth: int) -> object:
     return value
 
 
-def _call(call: Any) -> Call:
-    try:
-        name = call["function"]["name"]
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise BadRow(f"a call is {short(call, 60)}", _CALL) from None
+def _call(data_call: Any) -> Call:
+    name, arguments = name_and_arguments(data_call)
     return str(name), arguments

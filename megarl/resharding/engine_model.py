@@ -89,8 +89,7 @@ def params(model: torch.nn.Module) -> dict[str, Tensor]:
 
     Those of wrapped layers have the names that they have without a wrapper.
     """
-    named = ((_unwrapped(name), param) for name, param in model.named_parameters())
-    return {name: param for name, param in named if not _is_constant(name, param)}
+    return {name: param for name, param in _named(model) if not _is_constant(name, param)}
 
 
 def adapter_slots(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -117,14 +116,15 @@ def copied(models: ModelChunks) -> dict[str, Tensor]:
     return tensors
 
 
-def _unwrapped(name: str) -> str:
-    return name.replace(f".{_WRAPPED}.", ".")
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, those of wrapped layers by the names that they have without a wrapper."""
+    for name, param in model.named_parameters():
+        yield name.replace(f".{_WRAPPED}.", "."), param
 
 
 def constants(model: torch.nn.Module) -> dict[str, Tensor]:
     """The scalar scales of the KV cache, which are no weights and must be 1."""
-    named = ((_unwrapped(name), param) for name, param in model.named_parameters())
-    return {name: param for name, param in named if _is_constant(name, param)}
+    return {name: param for name, param in _named(model) if _is_constant(name, param)}
 
 
 def _is_constant(name: str, param: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from megarl.model.lora_pairs import LoraSize, is_factor
+from megarl.model.lora_pairs import LoraSize, split_factors
 from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.lora_scaling import Scaling
@@ -42,8 +42,7 @@ class Weights:
     def __init__(self, session: Session, params: Params) -> None:
         """params: of this member's training rank, with the factors of its adapters; empty where it has none."""
         self._session = session
-        self.sources = {name: param for name, param in params.items() if not is_factor(name)}
-        self._factors = {name: param for name, param in params.items() if is_factor(name)}
+        self.sources, self._factors = split_factors(params)
 
     @cached_property
     def source_parts(self) -> list[Part]:
@@ -96,7 +95,7 @@ class Factors:
         assert session.lora
         self._session = session
         self._size = session.lora
-        self.sources = {name: param for name, param in params.items() if is_factor(name)}
+        _, self.sources = split_factors(params)
 
     @cached_property
     def source_parts(self) -> list[Part]:

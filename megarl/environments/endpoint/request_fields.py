@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from megarl.data.files import depth
 from megarl.environments.agents.chat import ChatRequest
 from megarl.types.json_objects import JsonObject
 
@@ -105,7 +106,7 @@ def _parse(body: bytes) -> JsonObject:
         raise BadField("", "the body is not JSON in UTF-8") from None
     if not isinstance(fields, dict):
         raise BadField("", "the body is not a JSON object")
-    if _is_nested_deeper(fields, _MAX_DEPTH):
+    if depth(fields) > _MAX_DEPTH:
         words = f"the body is not read, because it is nested deeper than {_MAX_DEPTH} levels"
         raise BadField("", words)
     return fields
@@ -113,14 +114,6 @@ def _parse(body: bytes) -> JsonObject:
 
 def _no_number(text: str) -> None:
     raise ValueError(f"JSON has no {text}")
-
-
-def _is_nested_deeper(fields: JsonObject, levels: int) -> bool:
-    level: list[Any] = [fields]
-    for _ in range(levels):
-        inner = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
-    return bool(level)
 
 
 def _bad_field(error: ValidationError) -> BadField:
