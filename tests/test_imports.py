@@ -90,6 +90,8 @@ DOORS = {  # library -> the only places that import it
         "megarl.controller.resuming",
         "megarl.environments.runtime.tools",
         "megarl.environments.endpoint.request_fields",
+        "megarl.parallel.option_values",
+        "megarl.resharding.peer_copy",
         "megarl.resharding.session",
     },
     "bm25s": {"megarl.environments.search"},

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from megarl.algos.advantages import centred, group_normalised, leave_one_out, no_baseline
 from megarl.algos.losses import LossResult, nll_loss, policy_loss
@@ -22,7 +23,7 @@ from megarl.types import Aggregation, Hyperparameters
 Stage = Literal["sample", "demonstrate", "logprobs", "values", "update"]
 
 # (logp_T, entropy_T, old_logp_T, targets) -> (loss sum, statistics)
-Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Targets], LossResult]
+Loss = Callable[[Tensor, Tensor, Tensor, Targets], LossResult]
 
 
 class AlgorithmOptions(Protocol):
@@ -60,7 +61,7 @@ class Algorithm:
     """
 
     # rewards_G -> advantage_G of one prompt's samples; None: GAE makes the tokens' advantages, or there are none.
-    advantage: Callable[[torch.Tensor], torch.Tensor] | None
+    advantage: Callable[[Tensor], Tensor] | None
     surrogate: Surrogate | None
     hyperparameters: Hyperparameters
     # What an auxiliary model predicts for each token: values, from which GAE makes advantages, or process rewards.
@@ -93,7 +94,7 @@ class Algorithm:
             return "rewards"
         return "demonstrations"
 
-    def sample_advantages(self, rewards_G: torch.Tensor) -> list[float] | list[None]:
+    def sample_advantages(self, rewards_G: Tensor) -> list[float] | list[None]:
         """The advantage of each of one prompt's samples; None where the row has none."""
         if self.advantage is None:
             return [None] * len(rewards_G)

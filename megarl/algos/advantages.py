@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _BLOCK = 1 << 18  # tokens that `gae` works on at once
 _WIDTH = 32  # elements of a chunk of `reverse_scan`: its number of sequential steps
 
 
-def group_normalised(rewards_G: torch.Tensor) -> torch.Tensor:
+def group_normalised(rewards_G: Tensor) -> Tensor:
     """(R - mean) / (std + 1e-6) over one group, std unbiased; 0 for a group of one (GRPO, arXiv 2402.03300, 4.1.2)."""
     # in float32, equal rewards of 0.7 leave a spread that 1e-6 does not drown
     rewards_G = rewards_G.double()
@@ -18,13 +19,13 @@ def group_normalised(rewards_G: torch.Tensor) -> torch.Tensor:
     return centred_G / (rewards_G.std(unbiased=True) + 1e-6)
 
 
-def centred(rewards_G: torch.Tensor) -> torch.Tensor:
+def centred(rewards_G: Tensor) -> Tensor:
     """R - mean over one group (Dr. GRPO, arXiv 2503.20783)."""
     rewards_G = rewards_G.double()
     return rewards_G - rewards_G.mean()
 
 
-def leave_one_out(rewards_G: torch.Tensor) -> torch.Tensor:
+def leave_one_out(rewards_G: Tensor) -> Tensor:
     """R - mean of the group's others; 0 where there are none, as without a baseline (RLOO, arXiv 2402.14740)."""
     rewards_G = rewards_G.double()
     others = rewards_G.numel() - 1
@@ -33,19 +34,19 @@ def leave_one_out(rewards_G: torch.Tensor) -> torch.Tensor:
     return rewards_G - (rewards_G.sum() - rewards_G) / others
 
 
-def no_baseline(rewards_G: torch.Tensor) -> torch.Tensor:
+def no_baseline(rewards_G: Tensor) -> Tensor:
     """R itself (REINFORCE, Williams, 1992)."""
     return rewards_G.double()
 
 
 def gae(
-    reward_T: torch.Tensor,
-    value_T: torch.Tensor,
-    is_last_T: torch.Tensor,
+    reward_T: Tensor,
+    value_T: Tensor,
+    is_last_T: Tensor,
     *,
     gamma: float,
-    lam: float | torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lam: float | Tensor,
+) -> tuple[Tensor, Tensor]:
     """(advantage_T, return_T), float64, of responses laid end to end (GAE, arXiv 1506.02438, eq. 16).
 
     value_T: of the state before each token; is_last_T: where a response ends, after which everything is worth 0; lam:
@@ -73,7 +74,7 @@ def gae(
     return advantage_T, return_T
 
 
-def reverse_scan(own_T: torch.Tensor, decay_T: torch.Tensor) -> torch.Tensor:
+def reverse_scan(own_T: Tensor, decay_T: Tensor) -> Tensor:
     """Linear recurrence from the last element: x_t = own_t + decay_t x_t+1, with x = 0 after the last.
 
     O(T): within chunks of a few places step by step, all chunks together, noting the product of the decays to the
@@ -91,7 +92,7 @@ def reverse_scan(own_T: torch.Tensor, decay_T: torch.Tensor) -> torch.Tensor:
     return own_WN.t().reshape(-1)[: len(own_T)]
 
 
-def _chunks(values_T: torch.Tensor) -> torch.Tensor:
+def _chunks(values_T: Tensor) -> Tensor:
     """A copy [places of a chunk, chunks], the last chunk filled with 0: neighbours in memory are done in one step."""
     whole_T = torch.nn.functional.pad(values_T, (0, -len(values_T) % _WIDTH))
     return whole_T.view(-1, _WIDTH).t().clone(memory_format=torch.contiguous_format)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from megarl.algos.ratios import bounded, k3
@@ -13,7 +14,7 @@ from megarl.algos.surrogates import Surrogate
 from megarl.algos.targets import Targets
 from megarl.types import Estimator, Hyperparameters
 
-LossResult = tuple[torch.Tensor, dict[Statistic, torch.Tensor]]
+LossResult = tuple[Tensor, dict[Statistic, Tensor]]
 
 # |engine - trainer| logprob, of tokens that the policy itself sampled
 DIFF = Statistic("rollout/logprob_diff_mean")
@@ -48,9 +49,9 @@ EXPLAINED_VARIANCE = Statistic("explained_variance", Reduction(_explained))
 
 def policy_loss(
     surrogate: Surrogate,
-    logp_T: torch.Tensor,
-    entropy_T: torch.Tensor,
-    old_logp_T: torch.Tensor,
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    old_logp_T: Tensor,
     targets: Targets,
     hyperparameters: Hyperparameters,
 ) -> LossResult:
@@ -98,8 +99,8 @@ def policy_loss(
 
 
 def policy_statistics(
-    logp_T: torch.Tensor, entropy_T: torch.Tensor, targets: Targets
-) -> dict[Statistic, torch.Tensor]:
+    logp_T: Tensor, entropy_T: Tensor, targets: Targets
+) -> dict[Statistic, Tensor]:
     """What every update of a policy reports, whatever its loss."""
     values = {ENTROPY: entropy_T}
     if targets.reference_logp_T is not None:
@@ -107,7 +108,7 @@ def policy_statistics(
     return over_tokens(targets.sampled_T, values)
 
 
-def turn_diffs(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, torch.Tensor]:
+def turn_diffs(old_logp_T: Tensor, targets: Targets) -> dict[Statistic, Tensor]:
     """|engine - trainer| logprob by turns, of tokens that the policy itself sampled; of no episode: the first turn."""
     with torch.no_grad():
         is_fresh_T = targets.sampled_T & ~targets.is_stale_T
@@ -123,9 +124,7 @@ def turn_diffs(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, to
     return dict(zip(TURN_DIFFS, parts_2N.T, strict=True))
 
 
-def kl_T(
-    logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estimator
-) -> torch.Tensor:
+def kl_T(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
     """Of each token, an estimate of KL(policy | reference) (Schulman, "Approximating KL divergence", 2020).
 
     With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, at most 10.
@@ -138,13 +137,13 @@ def kl_T(
     return k3(difference_T)
 
 
-def nll_loss(logp_T: torch.Tensor, targets: Targets) -> LossResult:
+def nll_loss(logp_T: Tensor, targets: Targets) -> LossResult:
     """Weighted sum of -log p over the masked tokens: supervised fine-tuning."""
     mask_T = targets.loss_mask_T
     return -(torch.where(mask_T, logp_T, 0.0) * targets.loss_weight_T).sum(), {TOKENS: mask_T.sum()}
 
 
-def outcome_loss(logp_T: torch.Tensor, targets: Targets, *, beta: float) -> LossResult:
+def outcome_loss(logp_T: Tensor, targets: Targets, *, beta: float) -> LossResult:
     """Weighted sum of the cross-entropy between outcomes and sigmoid(reward) (PRIME, arXiv 2502.01456).
 
     A sequence's reward is beta x log(policy / reference), summed over its masked tokens, each of which adds its
@@ -160,7 +159,7 @@ def outcome_loss(logp_T: torch.Tensor, targets: Targets, *, beta: float) -> Loss
     return (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum(), stats
 
 
-def value_loss(value_T: torch.Tensor, targets: Targets, *, value_clip: float | None) -> LossResult:
+def value_loss(value_T: Tensor, targets: Targets, *, value_clip: float | None) -> LossResult:
     """Weighted sum of (V - return)^2 / 2 over the masked tokens.
 
     With value_clip the larger of it and that of V within value_clip of the old value (PPO's code, arXiv 2005.12729).

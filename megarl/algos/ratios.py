@@ -9,17 +9,18 @@ which the reference gives more than 13.6 times the policy's probability.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
 KL_BOUND = 10.0
 
 
-def bounded(log_ratio_T: torch.Tensor) -> torch.Tensor:
+def bounded(log_ratio_T: Tensor) -> Tensor:
     """Log-ratios clamped to +-20; there is no gradient outside of it."""
     return log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def k3(log_ratio_T: torch.Tensor) -> torch.Tensor:
+def k3(log_ratio_T: Tensor) -> Tensor:
     """exp(x) - 1 - x of the bounded log-ratios x, at most 10; there is no gradient above it.
 
     The k3 estimate of KL(p | q) from samples of p with x = log q - log p (Schulman, "Approximating KL divergence",

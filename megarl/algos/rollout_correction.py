@@ -6,6 +6,7 @@ With mu the engine's probability of a token and pi_old the trainer's, w = pi_old
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megarl.algos.ratios import bounded, k3
 from megarl.algos.segments import segment_mean, segment_sum
@@ -21,7 +22,7 @@ ROLLOUT_CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
     "mis_geometric": (0.99, 1.01),
     "icepop": (0.5, 5.0),
 }
-Weighted = tuple[torch.Tensor, dict[Statistic, torch.Tensor]]
+Weighted = tuple[Tensor, dict[Statistic, Tensor]]
 
 
 def _effective_share(weight: float, weight_square: float, tokens: float) -> float:
@@ -51,12 +52,12 @@ def drops(hyperparameters: Hyperparameters) -> bool:
 
 
 def dropped(
-    old_logp_T: torch.Tensor,
-    engine_logp_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    sequence_T: torch.Tensor,
+    old_logp_T: Tensor,
+    engine_logp_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
     hyperparameters: Hyperparameters,
-) -> torch.Tensor:
+) -> Tensor:
     """Which tokens of the mask are out of bounds, where `drops`: they leave the loss with all of its terms.
 
     By the ratio of the token (mis_token; icepop: with a lower bound too, Ling team, 2025), by the product of its
@@ -71,9 +72,7 @@ def dropped(
     return mask_T & ((ratio_T < low) | (ratio_T > high))
 
 
-def weights(
-    old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters
-) -> Weighted:
+def weights(old_logp_T: Tensor, targets: Targets, hyperparameters: Hyperparameters) -> Weighted:
     """(weight_T, without a gradient; statistics over all sampled tokens), where hyperparameters.rollout_correction is
     not off.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,7 @@ TOKENS = Statistic("tokens", SUM, each_update=True)
 CLIPPED = Statistic("clipped")  # share of tokens whose objective is clipped
 
 
-def over_tokens(
-    mask_T: torch.Tensor, values: Mapping[Statistic, torch.Tensor]
-) -> dict[Statistic, torch.Tensor]:
+def over_tokens(mask_T: Tensor, values: Mapping[Statistic, Tensor]) -> dict[Statistic, Tensor]:
     """Each statistic's values [T] over the masked tokens as parts: sum and count, the sum, or the largest and count."""
     parts_by_statistic = {}
     with torch.no_grad():
@@ -84,6 +83,6 @@ def over_tokens(
     return parts_by_statistic
 
 
-def parts(*values: torch.Tensor) -> torch.Tensor:
+def parts(*values: Tensor) -> Tensor:
     """The parts of a statistic, float64 [parts], from tensors of one number each."""
     return torch.stack([value.detach().double() for value in values])

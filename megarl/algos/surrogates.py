@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from megarl.algos.segments import segment_mean
 from megarl.algos.statistics import CLIPPED, Statistic
 from megarl.algos.targets import Targets
 from megarl.types import Hyperparameters
 
-SurrogateResult = tuple[torch.Tensor, dict[Statistic, torch.Tensor]]
-Surrogate = Callable[[torch.Tensor, torch.Tensor, Targets, Hyperparameters], SurrogateResult]
+SurrogateResult = tuple[Tensor, dict[Statistic, Tensor]]
+Surrogate = Callable[[Tensor, Tensor, Targets, Hyperparameters], SurrogateResult]
 
 
 def clipped(
-    logp_T: torch.Tensor,
-    log_ratio_T: torch.Tensor,
+    logp_T: Tensor,
+    log_ratio_T: Tensor,
     targets: Targets,
     hyperparameters: Hyperparameters,
 ) -> SurrogateResult:
@@ -44,8 +45,8 @@ def clipped(
 
 
 def sequence_clipped(
-    logp_T: torch.Tensor,
-    log_ratio_T: torch.Tensor,
+    logp_T: Tensor,
+    log_ratio_T: Tensor,
     targets: Targets,
     hyperparameters: Hyperparameters,
 ) -> SurrogateResult:
@@ -62,8 +63,8 @@ def sequence_clipped(
 
 
 def cispo(
-    logp_T: torch.Tensor,
-    log_ratio_T: torch.Tensor,
+    logp_T: Tensor,
+    log_ratio_T: Tensor,
     targets: Targets,
     hyperparameters: Hyperparameters,
 ) -> SurrogateResult:
@@ -74,8 +75,8 @@ def cispo(
 
 
 def reinforce(
-    logp_T: torch.Tensor,
-    log_ratio_T: torch.Tensor,
+    logp_T: Tensor,
+    log_ratio_T: Tensor,
     targets: Targets,
     hyperparameters: Hyperparameters,
 ) -> SurrogateResult:

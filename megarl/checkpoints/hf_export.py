@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import DEVICE
-from megarl.model.lora_pairs import LoraSize, is_factor
+from megarl.model.lora_pairs import LoraSize, split_factors
 from megarl.model.quantisation import FP8_CONFIG, QUANTISATION_KEYS
 from megarl.model.shape import ModelShape
 from megarl.model.tensors import aliases, hf_tensors, is_projection, is_vector, tensors
@@ -29,10 +30,12 @@ from megarl.resharding import fp8, megatron_map
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.execute import Executor
 from megarl.resharding.lora_merge import Merge
-from megarl.resharding.reshard_plan import DIGEST_BITS, item_bytes, plan_streams
+from megarl.resharding.reshard_plan import agreed_rounds, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
 from megarl.resharding.transport import close_group, make_group
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
+from megarl.types.tensors import NamedTensors
 
 FILE_BYTES = 4 << 30
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # configuration and tokenizer
@@ -64,7 +67,7 @@ class Export:
     lora: LoraSize | None = None  # adapters, which are merged into the weights
 
 
-def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> Path:
+def export_hf(job: Export, params: NamedTensors, store: Store) -> Path:
     """Write the checkpoint; every training rank calls it with its own parameters. Returns the folder.
 
     The folder is renamed to its final name when all files are complete. store: a prefix store of this call alone.
@@ -107,16 +110,13 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
     return folder
 
 
-def _merged(
-    job: Export, params: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], Merge | None]:
+def _merged(job: Export, params: NamedTensors) -> tuple[dict[str, Tensor], Merge | None]:
     """This rank's weights, and its adapters. Raises LayoutError where the maps do not describe them."""
-    weights = {name: param for name, param in params.items() if not is_factor(name)}
+    weights, factors = split_factors(params)
     shards = megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine)
     verify_params(shards, weights)
     if job.lora is None:
         return weights, None
-    factors = {name: param for name, param in params.items() if is_factor(name)}
     of_rank = job.shape, job.layout, job.rank, job.transformer_engine
     return weights, Merge.of_rank(job.lora, *of_rank, factors)
 
@@ -164,7 +164,7 @@ def file_name(index: int, num_files: int) -> str:
 
 def _write_wave(
     job: Export,
-    params: Mapping[str, torch.Tensor],
+    params: NamedTensors,
     merge: Merge | None,
     agreement: Agreement,
     stage: str,
@@ -202,17 +202,11 @@ def _write_wave(
         save_file(tensors_of_file, folder / name, metadata={"format": "pt"})
 
 
-def _most_rounds(votes: Any) -> dict[str, Any]:
-    if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
-        raise RuntimeError("export: the ranks' plans do not match: sends differ from receives")
-    return {
-        "rounds": [
-            max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)
-        ]
-    }
+def _most_rounds(votes: Any) -> JsonObject:
+    return {"rounds": agreed_rounds(votes, "export: the ranks'")}
 
 
-def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
+def _allocate(file: File, dtype: str) -> dict[str, Tensor]:
     """Name -> uninitialised tensor, in the shape that it has in the file."""
     tensors_by_name = {}
     for shard in file:
@@ -227,7 +221,7 @@ def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
     return tensors_by_name
 
 
-def _quantise(tensors_of_file: dict[str, torch.Tensor]) -> None:
+def _quantise(tensors_of_file: dict[str, Tensor]) -> None:
     """Replace the weights of linear layers by their fp8 tiles and scales, one after the other."""
     for name in [name for name in tensors_of_file if is_projection(name)]:
         block = tensors_of_file[name].unsqueeze(0)
@@ -235,7 +229,7 @@ def _quantise(tensors_of_file: dict[str, torch.Tensor]) -> None:
         tensors_of_file[name] = fp8.quantise(block)[0]
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _header(file: Path) -> JsonObject:
     """By name, the data type, the shape and the place of each tensor of a safetensors file."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))

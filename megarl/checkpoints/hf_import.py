@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from megarl.model.shape import SCORE, ModelShape
 from megarl.model.tensors import STACK, hf_tensors, mtp_prefix
 from megarl.resharding.shards import VOCAB_TENSORS, Shard, verify_params, views
 from megarl.types import UserError
+from megarl.types.tensors import NamedTensors
 
 _SAMPLED_BYTES = 64 << 10
 
@@ -83,7 +84,7 @@ def _first_of(errors: Sequence[UserError]) -> UserError:
 def load_hf(
     path: str | Path,
     shards: Sequence[Shard],
-    params: Mapping[str, torch.Tensor],
+    params: NamedTensors,
     stem: str = "model",
 ) -> None:
     """Fill `params` (name -> parameter, any float dtype) in place with the boxes that `shards` name.
@@ -104,7 +105,7 @@ def load_hf(
                 _fill(slices, shard, params)
 
 
-def _fill(slices: Slices, shard: Shard, params: Mapping[str, torch.Tensor]) -> None:
+def _fill(slices: Slices, shard: Shard, params: NamedTensors) -> None:
     """Copy a shard item by item, because the files hold each item as a tensor of its own."""
     planes = [plane for view in views(params, shard.param, shard.at, shard.size) for plane in view]
     _, rows, cols = shard.box

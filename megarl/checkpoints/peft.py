@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from megarl.checkpoints.hf_files import Slices
@@ -31,6 +30,9 @@ from megarl.model.tensors import STACK
 from megarl.resharding import lora_map
 from megarl.resharding.shards import Shard
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
+from megarl.types.listed import ErrorIterator, listed
+from megarl.types.tensors import NamedTensors
 
 STEM = "adapter_model"
 _PREFIX = "base_model.model."
@@ -58,7 +60,7 @@ HEADS = ("classifier", "score")
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def write(factors: Mapping[str, torch.Tensor], size: LoraSize, base: str, out: Path) -> None:
+def write(factors: NamedTensors, size: LoraSize, base: str, out: Path) -> None:
     """Write whole factors, by their names in `lora_pairs`; `out` gets its name when all is there.
 
     base: the path of the model to which they belong.
@@ -74,7 +76,7 @@ def write(factors: Mapping[str, torch.Tensor], size: LoraSize, base: str, out: P
     unfinished.rename(out)
 
 
-def _config(factors: Collection[str], size: LoraSize, base: str) -> dict[str, Any]:
+def _config(factors: Collection[str], size: LoraSize, base: str) -> JsonObject:
     ranks = {}
     if any(".experts." in name for name in factors) and size.expert_rank != size.rank:
         each = size.expert_rank
@@ -165,23 +167,19 @@ def _tensor_errors(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list
     return errors
 
 
-def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> list[UserError]:
+@listed
+def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> ErrorIterator:
     config = read_json(file)
-    errors = []
     if heads and set(config.get("modules_to_save") or ()) <= {*heads}:
         config["modules_to_save"] = None
     for key, plain in _PLAIN.items():
         if (config.get(key) or plain) != plain:  # PEFT writes [] for None
-            errors.append(
-                UserError("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _HINT)
-            )
+            yield UserError("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _HINT)
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_WEIGHTS):
         problem = f"{file} has init_lora_weights {start}, for which PEFT changes the base's weights"
-        errors.append(
-            UserError(
-                "lora.path", problem, "let PEFT convert them to adapters of the unchanged base"
-            )
+        yield UserError(
+            "lora.path", problem, "let PEFT convert them to adapters of the unchanged base"
         )
     for key, recipe_value, name in (
         ("r", size.rank, "lora.rank"),
@@ -189,10 +187,7 @@ def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> list[U
     ):
         if config.get(key) != recipe_value:
             problem = f"{recipe_value:g}, and {file} has {key} {config.get(key)}"
-            errors.append(
-                UserError(name, problem, f"set it to {config.get(key)}, or leave lora.path out")
-            )
-    return errors
+            yield UserError(name, problem, f"set it to {config.get(key)}, or leave lora.path out")
 
 
 def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:
@@ -208,12 +203,12 @@ def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:
     return extents_by_name
 
 
-def load(path: str, shards: Sequence[Shard], factors: Mapping[str, torch.Tensor]) -> None:
+def load(path: str, shards: Sequence[Shard], factors: NamedTensors) -> None:
     """Fill a rank's factors with the boxes that `shards` name. Raises UserError naming a missing tensor."""
     load_hf(path, [shard._replace(name=_PREFIX + shard.name) for shard in shards], factors, STEM)
 
 
-def load_head(path: str, shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -> None:
+def load_head(path: str, shards: Sequence[Shard], params: NamedTensors) -> None:
     """Fill the score head, where this rank has it, of the weights that `shards` name."""
     heads = [shard for shard in shards if shard.name == SCORE]
     load(path, heads, {shard.param: params[shard.param] for shard in heads})

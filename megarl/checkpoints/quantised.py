@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from megarl.checkpoints.hf_files import Slices
 from megarl.model.hf_config import HfFacts, HfModel
@@ -88,7 +89,7 @@ def _has_shape(slices: Slices, name: str, shape: Sequence[int]) -> None:
         )
 
 
-def fill(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols: Range) -> bool:
+def fill(plane: Tensor, slices: Slices, name: str, rows: Range, cols: Range) -> bool:
     """Write rows x cols of a quantised tensor into a plane of that size; False where the files have it plain.
 
     A plane in float8_e4m3fn gets the bytes of the files. Raises UserError as `check` does of the scales, LayoutError
@@ -106,7 +107,7 @@ def fill(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols: Rang
     return kind != "plain"
 
 
-def _fill_fp8(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols: Range) -> None:
+def _fill_fp8(plane: Tensor, slices: Slices, name: str, rows: Range, cols: Range) -> None:
     codes = slices.get(name)[slice(*rows), slice(*cols)].to(plane.device)
     scales = (
         _tile_scales(slices, name)[slice(*tiles(rows)), slice(*tiles(cols))]
@@ -119,7 +120,7 @@ def _fill_fp8(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols:
         plane[start:stop].copy_(codes[start:stop].float().mul_(of_cols[tile - first_tile]))
 
 
-def _fill_int4(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols: Range) -> None:
+def _fill_int4(plane: Tensor, slices: Slices, name: str, rows: Range, cols: Range) -> None:
     words = cols[0] // _PER_WORD, -(-cols[1] // _PER_WORD)
     groups = cols[0] // INT4_GROUP, -(-cols[1] // INT4_GROUP)
     packed = slices.get(name + _PACKED)[slice(*rows), slice(*words)].to(plane.device)
@@ -141,7 +142,7 @@ def _strips(rows: Range) -> Iterator[tuple[int, Range]]:
         yield tile, (start - rows[0], stop - rows[0])
 
 
-def _spread(scales: torch.Tensor, cols: Range, width: int) -> torch.Tensor:
+def _spread(scales: Tensor, cols: Range, width: int) -> Tensor:
     """The scale of each column of a range, from [rows, groups of `width` columns that the range touches]."""
     first = cols[0] % width
     return scales.repeat_interleave(width, dim=1)[:, first : first + cols[1] - cols[0]]

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.disk import PARTIAL
+from megarl.printable import Say
 
 MANIFEST = "manifest.json"
 RUN = "run.json"
@@ -66,7 +67,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
 class Snapshots:
     """The checkpoints of one run. say: prints a line for the user when a checkpoint is skipped or removed."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, say: Say) -> None:
         self.folder = folder
         self._say = say
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from ray._private.node import Node
 from megarl.cluster import processes
 from megarl.cluster.actor import SHARES
 from megarl.device import LOOPBACK
+from megarl.printable import Say
 
 # samples of a step, mostly
 _OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))
@@ -26,9 +27,7 @@ _HELPERS = ("start_monitor", "start_api_server", "start_log_monitor")
 _SLOW_START = "timed out during startup"  # Ray raises no class of its own
 
 
-def start_ray(
-    gpus: int, folder: Path, say: Callable[[str], None], not_ours: Collection[int]
-) -> None:
+def start_ray(gpus: int, folder: Path, say: Say, not_ours: Collection[int]) -> None:
     """Start Ray with so many GPUs; again where it has not started within its own 30 s, as on a machine that is busy.
 
     folder: of its files; it is opened to everyone. not_ours: processes that are left alone where a start has failed.

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from megarl.cluster.node_slots import ReservedNode
-from megarl.printable import one_line
+from megarl.printable import Say, one_line
 
 Kind = Literal["fault", "suspicion"]
 REPORT_VARIABLE = "MEGARL_BAD_NODES"
@@ -49,7 +48,7 @@ class NodeFaults:
     A line is the node's name, the kind and the reason, with tabs between; scripts/slurm/megarl.sbatch reads it.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Say) -> None:
         """say: prints a line for the user."""
         self._say = say
         file = os.environ.get(REPORT_VARIABLE)

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from megarl.cluster import ray_environment  # noqa: F401  # isort: skip  (before Ray)
@@ -23,7 +23,7 @@ from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.cluster.topology import DevicePlacement
 from megarl.config import PlacementConfig, Recipe
 from megarl.device import is_loopback
-from megarl.printable import first_line
+from megarl.printable import Say, first_line
 from megarl.types import UserError
 
 # of the session's folder; not TMPDIR: a Unix socket's path has at most 107 bytes
@@ -43,7 +43,7 @@ class Cluster(Calls):
         gpus: int,
         node_gpus: int | None = None,
         timeout_s: float = 600.0,
-        say: Callable[[str], None] = lambda _: None,
+        say: Say = lambda _: None,
         spare_nodes: int = 0,
     ) -> None:
         """gpus: how many slots; 0: join a cluster without taking any. node_gpus: join the cluster that RAY_ADDRESS
@@ -64,7 +64,7 @@ class Cluster(Calls):
         self._unstarted: set[Worker] = set()  # whose processes never came up, and were reported
 
     @classmethod
-    def of_run(cls, recipe: Recipe, say: Callable[[str], None]) -> Cluster:
+    def of_run(cls, recipe: Recipe, say: Say) -> Cluster:
         """All slots of a recipe, with its spare nodes."""
         return cls(
             gpus=recipe.placement.gpus,

@@ -20,6 +20,7 @@ import torch
 
 from megarl import device
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, listed
 
 SYSFS = Path("/sys")
 
@@ -118,10 +119,10 @@ def placement_lines(placements: Sequence[DevicePlacement]) -> list[str]:
     return [f"{node}: ranks {', '.join(listed)}" for node, listed in ranks.items()]
 
 
-def placement_errors(placements: Sequence[DevicePlacement]) -> list[UserError]:
+@listed
+def placement_errors(placements: Sequence[DevicePlacement]) -> ErrorIterator:
     """What slows a node's network down: GPUs that share a card, and cards on the other socket. placements: by rank."""
     shared: dict[tuple[str, str], list[str]] = {}
-    errors = []
     for rank, placed in enumerate(placements):
         if placed.sharers > 1:
             shared.setdefault((placed.host, placed.nic), []).append(str(rank))
@@ -129,14 +130,13 @@ def placement_errors(placements: Sequence[DevicePlacement]) -> list[UserError]:
             path = f"rank {rank}'s GPU {placed.gpu} sends through {placed.nic}"
             problem = f"on {placed.host} {path}, which is on the other socket"
             hint = "name the cards of GPUs in NCCL_IB_HCA, or mend the node's cards"
-            errors.append(UserError("placement", problem, hint))
+            yield UserError("placement", problem, hint)
     for (host, nic), ranks in shared.items():
         problem = f"on {host} ranks {', '.join(ranks)} share the network card {nic}"
         hint = (
             "book nodes with a card for each GPU, or set the share of a card in placement.hardware"
         )
-        errors.append(UserError("placement", problem, hint))
-    return errors
+        yield UserError("placement", problem, hint)
 
 
 def _cards(root: Path, hca_filter: str) -> list[str]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
 
 from megarl.commands.episode_turns import ScriptedTurn
 from megarl.environments.runtime.environment_thread import EnvironmentFailure, EnvironmentThread
@@ -15,6 +14,7 @@ from megarl.environments.runtime.results import CallResult
 from megarl.episodes.tool_calls import BadCall, ToolCall
 from megarl.episodes.transcript import TranscriptWriter
 from megarl.types import EpisodeEnd, EpisodeFacts, episode_dict
+from megarl.types.json_objects import Columns, JsonObject
 from megarl.types.reward_result import RewardResult
 
 _numbers = count()
@@ -45,7 +45,7 @@ class PlayedEpisode:
     end: EpisodeEnd = "max_turns"
     transcript: TranscriptWriter = field(default_factory=TranscriptWriter)
 
-    def episode(self) -> dict[str, Any]:
+    def episode(self) -> JsonObject:
         """The episode as a reward function gets it in a run."""
         calls = [step.result for step in self.steps if step.is_call and step.result]
         tool_s = sum(step.result.seconds for step in self.steps if step.result)
@@ -63,7 +63,7 @@ class PlayedEpisode:
 
 async def play(
     thread: EnvironmentThread,
-    row: Mapping[str, Any],
+    row: Columns,
     seed: int,
     turns: Sequence[ScriptedTurn],
     restart_before: int | None = None,

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.files import BadRow, RowErrors
+from megarl.episodes.demonstrated_episode import name_and_arguments
 from megarl.episodes.tool_calls import MOST_CALLS
 from megarl.printable import short
 from megarl.types import UserError, UserErrors
+from megarl.types.json_objects import ToolSchema
 
 Call = tuple[str, object]  # name, arguments
-Schema = Mapping[str, Any]
 
 UNKNOWN_TOOL = "no_such_tool"
 _TEXT = "a"
@@ -28,9 +29,6 @@ _HOSTILE_TEXTS = {
     "half of a surrogate pair": "\ud800",  # which UTF-8 cannot hold
 }
 _MESSAGES = "write a list of messages {role, content, tool_calls} as in OpenAI's chats, beginning with an assistant's"
-_CALL = (
-    'write a call as {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def turns_of_file(path: Path) -> list[list[ScriptedTurn]]:
     return episodes
 
 
-def made_up(schemas: Sequence[Schema], text: str, *, replies: bool) -> list[ScriptedTurn]:
+def made_up(schemas: Sequence[ToolSchema], text: str, *, replies: bool) -> list[ScriptedTurn]:
     """A turn with a call for each tool, two of an only one, then turns of text: two where the environment replies."""
     turns = [ScriptedTurn("", (valid_call(schema),)) for schema in schemas]
     if len(schemas) == 1:
@@ -102,14 +100,14 @@ def made_up(schemas: Sequence[Schema], text: str, *, replies: bool) -> list[Scri
     return turns + [ScriptedTurn(text)] * (2 if replies else 1)
 
 
-def valid_call(schema: Schema) -> Call:
+def valid_call(schema: ToolSchema) -> Call:
     """A call with a value of the right type for every argument."""
     name = schema["function"]["name"]
     parameters = schema["function"]["parameters"]
     return name, example(parameters, parameters.get("$defs", {}))
 
 
-def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
+def example(schema: ToolSchema, types: Mapping[str, ToolSchema], depth: int = 0) -> Any:
     """A value of a JSON schema as pydantic writes it; types: of its references. Patterns and formats are not read."""
     if depth > _MOST_DEPTH:
         return None
@@ -147,7 +145,7 @@ def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
     return _TEXT
 
 
-def hostile_turns(schemas: Sequence[Schema], *, replies: bool) -> Iterator[HostileTurn]:
+def hostile_turns(schemas: Sequence[ToolSchema], *, replies: bool) -> Iterator[HostileTurn]:
     """Turns that a model may write, each of which must be answered with a sentence."""
     yield HostileTurn(UNKNOWN_TOOL, "unknown tool", ScriptedTurn("", ((UNKNOWN_TOOL, {}),)))
     for schema in schemas:
@@ -162,7 +160,7 @@ def hostile_turns(schemas: Sequence[Schema], *, replies: bool) -> Iterator[Hosti
             yield HostileTurn("reply", case, ScriptedTurn(text))
 
 
-def _hostile_arguments(schema: Schema, valid: Any) -> Iterator[tuple[str, object]]:
+def _hostile_arguments(schema: ToolSchema, valid: Any) -> Iterator[tuple[str, object]]:
     parameters = schema["function"]["parameters"]
     yield "arguments that are a list", [valid]
     yield "an argument that there is not", {**valid, "no_such_argument": 1}
@@ -194,12 +192,6 @@ def _nested(depth: int) -> object:
     return value
 
 
-def _call(call: Any) -> Call:
-    try:
-        name = call["function"]["name"]
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise BadRow(f"a call is {short(call, 60)}", _CALL) from None
+def _call(data_call: Any) -> Call:
+    name, arguments = name_and_arguments(data_call)
     return str(name), arguments

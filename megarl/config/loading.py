@@ -222,7 +222,7 @@ def _explain(
         else:
             # of a mapping whose keys are the user's own
             verb = "has the name" if item["loc"][-1] == "[key]" else "is"
-            errors.append(UserError(where, f"{path} {verb} {item['input']!r:.80}", _hint(item)))
+            errors.append(UserError(where, f"{path} {verb} {item['input']!r:.80}", hint_of(item)))
     return errors + [
         UserError(where, f"{path} is missing", f"add {path}")
         for where, path in missing
@@ -230,7 +230,7 @@ def _explain(
     ]
 
 
-def _hint(item: ErrorDetails) -> str:
+def hint_of(item: ErrorDetails) -> str:
     """What to write instead of a value of the wrong kind."""
     if item["type"] in _HINTS:
         return _HINTS[item["type"]]

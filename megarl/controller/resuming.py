@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -20,9 +20,12 @@ from megarl.fleet.rank_groups import GroupBuffer
 from megarl.model.hf_config import model_shape
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, lora_size, resolve
+from megarl.printable import Say
 from megarl.samples.buffer import Entry
 from megarl.samples.parquet import open_samples
 from megarl.types import UserError, UserErrors
+from megarl.types.json_objects import JsonObject
+from megarl.types.listed import ErrorIterator, listed
 
 FOLDER = "checkpoints"
 # of a checkpoint. 1, without a number: the optimizer's state was gathered, and each tensor of a rank written whole.
@@ -70,7 +73,7 @@ class BufferState:
     surplus: int = 0
 
     @staticmethod
-    def of(buffer: GroupBuffer) -> dict[str, Any]:
+    def of(buffer: GroupBuffer) -> JsonObject:
         """The state as JSON stores it. Raises RuntimeError where a drawn prompt is lost or counted twice."""
         buffer.check()
         state = BufferState(
@@ -98,14 +101,14 @@ class Progress:
     seed: int
     trains_mtp: bool
     shape: dict[str, object]
-    critic: dict[str, Any] | None  # `critic_of`, in a run with a critic
-    buffer: dict[str, Any]  # `BufferState`
-    sampling: dict[str, Any]  # what the groups of the buffer depend on: `sampling_keys`
-    lora: dict[str, Any] | None = None  # `adapter_identity`, in a run that trains adapters
+    critic: JsonObject | None  # `critic_of`, in a run with a critic
+    buffer: JsonObject  # `BufferState`
+    sampling: JsonObject  # what the groups of the buffer depend on: `sampling_keys`
+    lora: JsonObject | None = None  # `adapter_identity`, in a run that trains adapters
     format: int = FORMAT
 
 
-def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
+def find(recipe: Recipe, prompts: PromptStream, say: Say) -> Snapshot | None:
     """The newest undamaged checkpoint of the recipe's run; None if there is none yet.
 
     Raises UserErrors where its model, data or samples are not the recipe's.
@@ -175,18 +178,18 @@ def _unfit(snapshot: Snapshot, problem: str) -> UserErrors:
     return UserErrors([UserError(str(snapshot.folder), problem, hint)])
 
 
-def _buffer_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
+@listed
+def _buffer_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> ErrorIterator:
     """The errors of a buffer in a file format of another version, or whose groups cannot go on under the recipe."""
     buffer = _stored(snapshot, BufferState, then.buffer)
     if not buffer.streams:
-        return []
-    errors = []
+        return
     if buffer_file(snapshot.folder).exists():
         try:
             open_samples(buffer_file(snapshot.folder))
         except UserError as error:
             hint = "resume with the version that wrote it, or choose another run.name"
-            errors.append(UserError(error.where, error.problem, hint))
+            yield UserError(error.where, error.problem, hint)
     now = sampling_keys(recipe)
     if buffer.has_open:
         keys = tuple(now)
@@ -202,11 +205,10 @@ def _buffer_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[U
         problem = (
             f"{_written(now[key])}, and {snapshot.folder} has {waiting}, of a run with {written}"
         )
-        errors.append(UserError(key, problem, f"set it to {written}, or choose another run.name"))
-    return errors
+        yield UserError(key, problem, f"set it to {written}, or choose another run.name")
 
 
-def sampling_keys(recipe: Recipe) -> dict[str, Any]:
+def sampling_keys(recipe: Recipe) -> JsonObject:
     """By recipe key, what the open groups of a buffer depend on: their samples, and how old their tokens become.
 
     How old those of complete groups become is computed from the groups (`RolloutBuffer.after_loading`).
@@ -244,7 +246,7 @@ def _written(value: object) -> str:
     return value
 
 
-def critic_of(roles: Roles) -> dict[str, Any] | None:
+def critic_of(roles: Roles) -> JsonObject | None:
     """The critic's shape and whether it has adapters, as `Progress` has them."""
     critic = roles.critic
     if critic is None:
@@ -289,7 +291,7 @@ def model_errors(snapshot: Snapshot, recipe: Recipe) -> list[UserError]:
     return [UserError("model.path", problem, f"{_SAME_MODEL}, or another run.name")]
 
 
-def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
+def adapter_identity(recipe: Recipe) -> JsonObject | None:
     """What a checkpoint of adapters fits, as `Progress` has it: their recipe keys, and the frozen weights.
 
     The rank in experts is the number that a default of the recipe means.

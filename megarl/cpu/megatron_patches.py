@@ -21,6 +21,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch import Tensor
 
 _CPU = torch.device("cpu")
 _LIKE = ("empty", "full", "ones", "zeros")
@@ -68,11 +69,9 @@ def _torch_without_cuda(device: torch.device) -> ModuleType:
     return namespace
 
 
-def _on_device(
-    device: torch.device, factory: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
+def _on_device(device: torch.device, factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(factory)
-    def on_device(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def on_device(*args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = device
         kwargs.pop("pin_memory", None)
@@ -91,20 +90,20 @@ def replace_torch_cuda(device: torch.device) -> None:
 
 def name_tensor_types_as_cuda() -> None:
     """Let `Tensor.type()` return torch.cuda.* names, which distrib_optimizer and clip_grads compare."""
-    plain = torch.Tensor.type
+    plain = Tensor.type
 
-    def type_as_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_as_cuda(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         named = plain(self, *args, **kwargs)
         if isinstance(named, str):
             return named.replace("torch.", "torch.cuda.", 1)
         return named
 
-    torch.Tensor.type = type_as_cuda  # type: ignore[method-assign]
+    Tensor.type = type_as_cuda  # type: ignore[method-assign]
 
 
 def leave_tensors_where_they_are() -> None:
     """Let `Tensor.cuda()` return the tensor; Megatron calls it on the output layer's weight and position embeddings."""
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def keep_rng_states_on_cpu() -> None:
@@ -135,7 +134,7 @@ def exchange_uneven_lists() -> None:
     reduce_scatter = mappings._reduce_scatter_along_first_dim
 
     def gather_any(
-        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+        input_: Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, *args, **kwargs)
@@ -146,7 +145,7 @@ def exchange_uneven_lists() -> None:
         return torch.cat(parts)
 
     def reduce_any(
-        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+        input_: Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, *args, **kwargs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 # numbers in the keys of one call: more do not fit the processor's caches with their values
@@ -29,17 +30,13 @@ def batch_attention() -> None:
     decode_each = backend._run_sdpa_forward_decode
     extend_each = backend._run_sdpa_forward_extend
 
-    def decode(
-        self: Any, query: torch.Tensor, output: torch.Tensor, *where: Any, **options: Any
-    ) -> torch.Tensor:
+    def decode(self: Any, query: Tensor, output: Tensor, *where: Any, **options: Any) -> Tensor:
         k_cache, v_cache, slots, requests, num_keys, encoder_lens = where
         if encoder_lens is not None or len(num_keys) < 2:
             return decode_each(self, query, output, *where, **options)
         return _attend(_Batch(query, output, k_cache, v_cache, slots, requests, num_keys), options)
 
-    def extend(
-        self: Any, query: torch.Tensor, output: torch.Tensor, *where: Any, **options: Any
-    ) -> torch.Tensor:
+    def extend(self: Any, query: Tensor, output: Tensor, *where: Any, **options: Any) -> Tensor:
         k_cache, v_cache, slots, requests, num_keys, prefixes, num_queries, encoder_lens = where
         short = num_queries == 1
         if encoder_lens is not None or not options["causal"] or int(short.sum()) < 2:
@@ -61,7 +58,7 @@ def batch_attention() -> None:
     backend._run_sdpa_forward_extend = extend
 
 
-def _rows(chosen: torch.Tensor, num_queries: torch.Tensor) -> torch.Tensor:
+def _rows(chosen: Tensor, num_queries: Tensor) -> Tensor:
     """The rows of the chosen sequences in the concatenated queries of all sequences."""
     return chosen.repeat_interleave(num_queries).nonzero().flatten()
 
@@ -75,16 +72,16 @@ class _Batch:
     of slots. num_keys: [sequences], including the last token's key.
     """
 
-    query: torch.Tensor
-    output: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    slots: torch.Tensor
-    requests: torch.Tensor
-    num_keys: torch.Tensor
+    query: Tensor
+    output: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    requests: Tensor
+    num_keys: Tensor
 
 
-def _attend(batch: _Batch, options: dict[str, Any]) -> torch.Tensor:
+def _attend(batch: _Batch, options: dict[str, Any]) -> Tensor:
     """Fill the batch's output. options: SGLang's `scaling` and `sliding_window_size`."""
     num_keys, order = batch.num_keys.sort()
     requests = batch.requests[order]
@@ -115,9 +112,7 @@ def shared_calls(num_keys: Sequence[int], most_keys: int) -> Iterator[tuple[int,
         yield start, len(num_keys)
 
 
-def _keys_and_values(
-    batch: _Batch, requests: torch.Tensor, ends: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys_and_values(batch: _Batch, requests: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [sequences, KV heads, keys, head size]; ends [sequences, 1]: numbers of keys, ascending.
 
     A sequence is padded with its own last token, so that no value of another sequence reaches it, not even a NaN.
@@ -133,12 +128,12 @@ def _keys_and_values(
 
 
 def _attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    ends: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ends: Tensor,
     options: dict[str, Any],
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of query [sequences, heads, head size]; the result has the values' head size.
 
     Heads that share a KV head (GQA) become several queries to it, because repeating the keys would cost more.

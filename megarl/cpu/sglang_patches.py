@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.collector import collector_paused
@@ -204,7 +205,7 @@ def skip_remote_experts() -> None:
 
     original = fused_moe_native.moe_forward_native
 
-    def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+    def forward(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
         weights, ids, _ = topk_output
         if config.activation != "silu" or layer.moe_ep_size == 1:
             return original(layer, x, topk_output, config)
@@ -213,9 +214,7 @@ def skip_remote_experts() -> None:
     fused_moe_native.moe_forward_native = forward
 
 
-def _sum_local_experts(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
-) -> torch.Tensor:
+def _sum_local_experts(x: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """x [tokens, hidden], weights and ids [tokens, top-k], w13 [experts, 2 ffn, hidden], w2 [experts, hidden, ffn]."""
     total = torch.zeros_like(x)
     for expert in range(w13.shape[0]):
@@ -268,7 +267,7 @@ def keep_memory_unpinned() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *args: None
-    torch.Tensor.pin_memory = lambda self, device=None: self
+    Tensor.pin_memory = lambda self, device=None: self
     for module in (layers, torch_backend):
         vars(module)["torch"] = _UnpinnedTorch()
 
@@ -281,7 +280,7 @@ class _UnpinnedTorch:
         if name not in ("tensor", "zeros"):
             return attribute
 
-        def unpinned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def unpinned(*args: Any, **kwargs: Any) -> Tensor:
             kwargs["pin_memory"] = False
             return attribute(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.printable import first_line, short
 from megarl.types import UserError, UserErrors
+from megarl.types.json_objects import Columns
 
 # (`file:line`, or `file row N` from 0 of a parquet file; the columns)
 DataRow = tuple[str, Mapping[str, Any]]
@@ -90,7 +91,7 @@ def read_rows(path: str, where: str, bad: RowErrors) -> Iterator[DataRow]:
         raise UserErrors([UserError(where, f"{path} cannot be read ({error})", hint)]) from error
 
 
-def column(row: Mapping[str, Any], name: str, hint: str) -> Any:
+def column(row: Columns, name: str, hint: str) -> Any:
     """The value of a column, or of a key inside one by its dotted name. Raises BadRow where the row has none.
 
     mend: the text of the error, in which {columns} stands for the row's columns.
@@ -198,7 +199,7 @@ def depth(value: list[Any] | dict[str, Any]) -> int:
     return levels
 
 
-def _refuse_half_pairs(row: Mapping[str, Any]) -> None:
+def _refuse_half_pairs(row: Columns) -> None:
     """Raise BadRow for half a surrogate pair: UTF-8 cannot encode it, so neither the tokenizer nor a file takes it."""
     for name, value in row.items():
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.data import DataConfig, DataFileConfig
@@ -12,6 +11,7 @@ from megarl.data.prompts import PromptFile, PromptSource, load_prompts
 from megarl.data.streams import MixedStream, PromptStream
 from megarl.data.tokens import ProgressBar, TokenCache, no_bar
 from megarl.types import Metrics, Prompt, SampleGroup, UserError, UserErrors
+from megarl.types.json_objects import ToolSchema
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def read_data(
     *,
     vocab_size: int | None = None,
     absent: Container[str] = (),
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[ToolSchema] = (),
     cache: TokenCache | None = None,
     bar: ProgressBar = no_bar,
 ) -> DataRead:

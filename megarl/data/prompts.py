@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from megarl.data.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, n
 from megarl.model.tokenizer import OWN_TOKENIZER, chat_messages, token_outside_vocabulary
 from megarl.printable import short
 from megarl.types import Prompt, UserError, UserErrors, WhenOverlong
+from megarl.types.json_objects import ToolSchema
 
 _MESSAGES = (
     "write a non-empty string, or a list of messages {role, content} whose contents are strings"
@@ -60,7 +61,7 @@ def load_prompts(
     max_prompt_tokens: int,
     vocab_size: int | None = None,
     overlong: WhenOverlong = "refuse",
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[ToolSchema] = (),
     cache: TokenCache | None = None,
     bar: ProgressBar = no_bar,
 ) -> PromptFile:
@@ -186,7 +187,7 @@ def _check_messages(prompt: Any, has_template: bool) -> None:
 
 
 def _texts(
-    tokenizer: Any, rows: Sequence[Prompt], bad: RowErrors, tools: Sequence[Mapping[str, Any]]
+    tokenizer: Any, rows: Sequence[Prompt], bad: RowErrors, tools: Sequence[ToolSchema]
 ) -> Iterator[str]:
     """The prompts' texts by the chat template, if there is one; it also writes the special tokens.
 

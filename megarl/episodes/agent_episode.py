@@ -24,6 +24,7 @@ from megarl.episodes.rows import EpisodeRows, SampledTurn
 from megarl.episodes.tool_calls import BadCall, Turn
 from megarl.printable import describe_error
 from megarl.types import EpisodeEnd
+from megarl.types.json_objects import JsonObject, Message
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -38,7 +39,7 @@ class _Thread:
 
     conversation: Conversation
     tools: ToolSet
-    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     is_free: bool = False
     stop: int | None = None
     heard: Messages = ()  # what was said before the next turn
@@ -183,7 +184,7 @@ class AgentEpisode:
             )
             self._check_over()
 
-    async def _thread(self, messages: list[dict[str, Any]], tools: ToolSet) -> _Thread:
+    async def _thread(self, messages: list[JsonObject], tools: ToolSet) -> _Thread:
         """The conversation that the messages go on with, which then has them, or a new one; it is not free."""
         if self._config.history == "render":
             return await self._rendered(messages, tools)
@@ -202,7 +203,7 @@ class AgentEpisode:
         ids = await asyncio.to_thread(rendered, messages, tools.turn_tokenizer)
         return await self._opened(ids, messages, tools)
 
-    async def _rendered(self, messages: list[dict[str, Any]], tools: ToolSet) -> _Thread:
+    async def _rendered(self, messages: list[JsonObject], tools: ToolSet) -> _Thread:
         """The longest conversation that the rendered messages begin with, or a new one."""
         ids = await asyncio.to_thread(rendered, messages, tools.turn_tokenizer)
         known = [
@@ -279,7 +280,7 @@ class AgentEpisode:
         return ChatAnswer(message["content"], calls, finish, prompt_tokens, tokens)
 
 
-_Read = tuple[dict[str, Any], int, int]  # a turn as a message, its calls, and those that are broken
+_Read = tuple[JsonObject, int, int]  # a turn as a message, its calls, and those that are broken
 
 
 def _read(thread: _Thread, ids: Sequence[int], stop: Sequence[str]) -> _Read:

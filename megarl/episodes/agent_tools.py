@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -16,6 +16,7 @@ from megarl.episodes.template import has_half_pair
 from megarl.episodes.tool_calls import CallFormat, Turn
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.types import UserError
+from megarl.types.json_objects import Message, ToolSchema
 
 _KEPT = 64  # sets of tools
 _MOST_CHARACTERS = 2**18  # of the tools of a request as JSON
@@ -49,7 +50,7 @@ class ToolSets:
         self._sets: OrderedDict[str, ToolSet] = OrderedDict()
         self._lock = Lock()
 
-    def of(self, schemas: Sequence[Mapping[str, Any]]) -> ToolSet:
+    def of(self, schemas: Sequence[ToolSchema]) -> ToolSet:
         """Raises ChatRefused where the schemas are wrong, or the model's template writes no calls."""
         key = json.dumps(schemas, sort_keys=True)
         if len(key) > _MOST_CHARACTERS:
@@ -74,7 +75,7 @@ class ToolSets:
             return str(refusal)
         return None
 
-    def _made(self, key: str, schemas: Sequence[Mapping[str, Any]]) -> ToolSet:
+    def _made(self, key: str, schemas: Sequence[ToolSchema]) -> ToolSet:
         try:
             turn_tokenizer = TurnTokenizer(self._tokenizer, self._stop_ids, schemas)
             if not schemas:
@@ -92,7 +93,7 @@ class ToolSets:
         return find_format(self._tokenizer, self._stop_ids)
 
 
-def calls_of(message: Mapping[str, Any]) -> tuple[AgentCall, ...]:
+def calls_of(message: Message) -> tuple[AgentCall, ...]:
     """The calls of an assistant's message."""
     return tuple(
         AgentCall(call["id"], call["function"]["name"], call["function"]["arguments"])

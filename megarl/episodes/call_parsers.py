@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
+from megarl.types.json_objects import ToolSchema
 
 with sglang_patches.quiet_import():
     if DEVICE == "cpu":
@@ -53,7 +54,7 @@ class ParsedCalls:
 class CallParser:
     """The reader of one of FORMATS, for tools in OpenAI's form; most readers read calls of unknown tools too."""
 
-    def __init__(self, name: str, schemas: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
+    def __init__(self, name: str, schemas: Sequence[ToolSchema], tokenizer: Any) -> None:
         self.name = name
         self._tokenizer = tokenizer
         functions = [schema["function"] for schema in schemas]

@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.episodes.template import TOOLS, ChatTemplate, TemplateRefusal, first_place, user
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 _HINT = (
     "use a checkpoint whose calls SGLang reads, or an episode.environment that answers with reply"
@@ -54,7 +55,7 @@ _ODD = (
     "a < b & c",
 )
 
-Call = tuple[str, dict[str, Any]]
+Call = tuple[str, JsonObject]
 
 
 @dataclass(frozen=True)

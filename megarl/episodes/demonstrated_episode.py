@@ -16,10 +16,11 @@ from typing import Any
 
 from megarl.data.files import BadRow
 from megarl.episodes.messages import results_of
-from megarl.episodes.template import Message, TemplateRefusal, first_place, solid
+from megarl.episodes.template import TemplateRefusal, first_place, solid
 from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.model.tokenizer import chat_messages
 from megarl.printable import short
+from megarl.types.json_objects import Message
 
 _FORM = "write a list of messages {role, content} as in OpenAI's chats, from the first message after the prompt on"
 _ORDER = "let assistants' messages alternate with a user's message or with one result for each call, and be the last"
@@ -146,7 +147,8 @@ def _turn(
     return calls, {key: value for key, value in message.items() if key != "tool_calls"} | shown
 
 
-def _call(turn_tokenizer: TurnTokenizer, data_call: Any, number: int) -> _Call:
+def name_and_arguments(data_call: Any) -> tuple[Any, Any]:
+    """Of a call in OpenAI's form, whose arguments may be their JSON text. Raises BadRow."""
     try:
         name = data_call["function"]["name"]
         arguments = data_call["function"]["arguments"]
@@ -154,6 +156,11 @@ def _call(turn_tokenizer: TurnTokenizer, data_call: Any, number: int) -> _Call:
             arguments = json.loads(arguments)
     except (KeyError, TypeError, ValueError, RecursionError):
         raise BadRow(f"a call of the demonstration is {short(data_call, 60)}", _CALL) from None
+    return name, arguments
+
+
+def _call(turn_tokenizer: TurnTokenizer, data_call: Any, number: int) -> _Call:
+    name, arguments = name_and_arguments(data_call)
     if not isinstance(arguments, dict):
         raise BadRow(
             f"the arguments of a call of {short(name, 60)} are {short(arguments, 60)}", _CALL

@@ -29,7 +29,7 @@ from megarl.episodes.open_episode import (
 )
 from megarl.episodes.rows import EpisodeResult, EpisodeRows, SampledTurn, TurnSampler
 from megarl.episodes.tally import Tally
-from megarl.episodes.template import Message, TemplateRefusal, user
+from megarl.episodes.template import TemplateRefusal, user
 from megarl.episodes.tool_calls import CallFormat, ToolCall, Turn
 from megarl.episodes.transcript import TranscriptWriter
 from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
@@ -37,6 +37,7 @@ from megarl.model.tokenizer import chat_messages
 from megarl.samples.accounting import longest_row
 from megarl.samples.buffer import phases_of
 from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserError
+from megarl.types.json_objects import Message
 from megarl.types.reward_result import Failure
 from megarl.types.sampling import Sampling
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from megarl.episodes.template import ChatTemplate, Message, TemplateRefusal, as_utf8
+from megarl.episodes.template import ChatTemplate, TemplateRefusal, as_utf8
 from megarl.episodes.tool_calls import BadCall, ToolCall, Turn
 from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject, Message
 
 _ROLES = {"system", "user", "assistant", "tool"}
 _KEYS = ("role", "content", "name", "tool_call_id", "tool_calls")
@@ -21,7 +22,7 @@ class BadMessages(Exception):
     """The messages cannot be made into a prompt; the text says why."""
 
 
-def checked(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+def checked(messages: Sequence[Message], template: ChatTemplate) -> list[JsonObject]:
     """The messages with texts as contents, without special tokens in all that the model did not write.
 
     Keys with a null value, and those that the chat of an agent has no use for, are left out. Raises BadMessages.
@@ -36,7 +37,7 @@ def checked(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> li
     return chat
 
 
-def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any]:
+def _checked(number: int, message: Any, template: ChatTemplate) -> JsonObject:
     if isinstance(message, Mapping):
         role = message.get("role")
     else:
@@ -57,7 +58,7 @@ def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any
         raise BadMessages(f"message {number} has tool_calls, and is not the assistant's")
     if role == "tool" and "tool_call_id" not in fields:
         raise BadMessages(f"message {number} is a tool's and has no tool_call_id")
-    checked_message: dict[str, Any] = {
+    checked_message: JsonObject = {
         key: _text(value, f"the {key} of message {number}") for key, value in fields.items()
     }
     checked_message["content"] = content
@@ -84,7 +85,7 @@ def _part(number: int, part: Any) -> str:
     raise BadMessages(f"a part of message {number} is no text")
 
 
-def _call(number: int, call: Any) -> dict[str, Any]:
+def _call(number: int, call: Any) -> JsonObject:
     """A call with arguments as JSON text."""
     try:
         id = call["id"]
@@ -102,7 +103,7 @@ def _call(number: int, call: Any) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def rendered(messages: Sequence[Mapping[str, Any]], turn_tokenizer: TurnTokenizer) -> list[int]:
+def rendered(messages: Sequence[Message], turn_tokenizer: TurnTokenizer) -> list[int]:
     """The tokens of checked messages, up to and with the generation prompt. Raises BadMessages."""
     try:
         return turn_tokenizer.first(_for_template(messages, turn_tokenizer.template))
@@ -111,8 +112,8 @@ def rendered(messages: Sequence[Mapping[str, Any]], turn_tokenizer: TurnTokenize
 
 
 def said(
-    messages: Sequence[Mapping[str, Any]],
-    turn: Mapping[str, Any],
+    messages: Sequence[Message],
+    turn: Message,
     turn_tokenizer: TurnTokenizer,
     stop: int | None,
 ) -> list[int] | None:
@@ -140,7 +141,7 @@ def said(
     return None
 
 
-def assistant_message(turn: Turn, text: str, template: ChatTemplate, number: int) -> dict[str, Any]:
+def assistant_message(turn: Turn, text: str, template: ChatTemplate, number: int) -> JsonObject:
     """A turn as a message. text: all that the model wrote, which is the content of a turn without calls.
 
     number: of the calls before it in the conversation.
@@ -156,7 +157,7 @@ def assistant_message(turn: Turn, text: str, template: ChatTemplate, number: int
     return {"role": "assistant", "content": turn.content, **thought, "tool_calls": calls}
 
 
-def results_of(turn: Mapping[str, Any], texts: Sequence[str]) -> list[dict[str, Any]]:
+def results_of(turn: Message, texts: Sequence[str]) -> list[JsonObject]:
     """The messages that answer the calls of an assistant's message, in their order."""
     calls = turn["tool_calls"]
     return [
@@ -186,7 +187,7 @@ def _distinct_ids(
     return ids
 
 
-def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[str, Any]:
+def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> JsonObject:
     if isinstance(call, ToolCall):
         arguments = json.dumps(call.arguments, ensure_ascii=False)
     else:
@@ -195,7 +196,7 @@ def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[
     return {"id": id, "type": "function", "function": function}
 
 
-def _for_template(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Message]:
+def _for_template(messages: Sequence[Message], template: ChatTemplate) -> list[Message]:
     """With calls in the template's own style, and the name of its tool in each result."""
     names: dict[str, list[str]] = {}  # of each id: an agent's own calls may have equal ones
     shown: list[Message] = []
@@ -213,7 +214,7 @@ def _for_template(messages: Sequence[Mapping[str, Any]], template: ChatTemplate)
     return shown
 
 
-def _styled(call: Mapping[str, Any], template: ChatTemplate) -> Mapping[str, Any]:
+def _styled(call: Message, template: ChatTemplate) -> Mapping[str, Any]:
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")
     except (ValueError, RecursionError):

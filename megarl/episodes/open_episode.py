@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from megarl.episodes.conversation import Conversation
 from megarl.episodes.rows import EpisodeRows, SampledTurn
 from megarl.episodes.tally import Tally
-from megarl.episodes.template import Message
 from megarl.model.tokenizer import chat_messages
 from megarl.types import EpisodeProgress, Sample
+from megarl.types.json_objects import Message
 
 Result = TypeVar("Result")
 

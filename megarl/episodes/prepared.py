@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from megarl.episodes.template_check import TemplateFacts, check
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.types import UserError
+from megarl.types.json_objects import ToolSchema
 
 _RENDERED = TemplateFacts(parallel=True, kept=(), notes=())
 
@@ -28,7 +29,7 @@ class Prepared:
 def prepare(
     tokenizer: Any,
     stop_ids: Collection[int],
-    schemas: Sequence[Mapping[str, Any]],
+    schemas: Sequence[ToolSchema],
     *,
     has_reply: bool,
     has_reset: bool,

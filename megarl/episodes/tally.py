@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from megarl.episodes.transcript import TranscriptWriter
 from megarl.types import EpisodeEnd, EpisodeFacts
+from megarl.types.json_objects import JsonObject
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Tally:
     transcript: TranscriptWriter = field(default_factory=TranscriptWriter)
 
     @property
-    def account(self) -> dict[str, Any]:
+    def account(self) -> JsonObject:
         """All but the transcript, which a sample has."""
         return {name: value for name, value in vars(self).items() if name != "transcript"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -13,12 +13,11 @@ from typing import Any
 
 from megarl.printable import first_line
 from megarl.types import UserError
+from megarl.types.json_objects import CallArguments, JsonObject, Message, ToolSchema
 
 WHERE = "episode"
 TOOLS = "episode.tools"
 MARKER = "markedvalue"
-
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class CallStyle:
     id_form: str
 
     def call(
-        self, name: str, arguments: Mapping[str, Any], index: int, id: str | None = None
-    ) -> dict[str, Any]:
+        self, name: str, arguments: CallArguments, index: int, id: str | None = None
+    ) -> JsonObject:
         """A call as OpenAI's message has it. id: as the model wrote it; None: by id_form."""
         if self.as_text:
             value = json.dumps(arguments, ensure_ascii=False)
@@ -66,7 +65,7 @@ class ChatTemplate:
     """
 
     tokenizer: Any
-    schemas: tuple[Mapping[str, Any], ...] = field(default=())
+    schemas: tuple[ToolSchema, ...] = field(default=())
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:

@@ -13,7 +13,6 @@ from megarl.episodes.template import (
     MARKER,
     WHERE,
     ChatTemplate,
-    Message,
     TemplateRefusal,
     num_shared,
     solid,
@@ -21,6 +20,7 @@ from megarl.episodes.template import (
 )
 from megarl.episodes.turn_tokenizer import HINT, Following, ToolResult, TurnTokenizer
 from megarl.types import UserError
+from megarl.types.json_objects import Message
 
 _WORDS = "probeone", "probetwo"  # in small letters, which the vocabularies of tiny models have too
 _MARKERS = (MARKER, "marked in words", MARKER * 9)

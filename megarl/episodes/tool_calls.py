@@ -26,6 +26,7 @@ from megarl.episodes.call_probe import (
 from megarl.episodes.template import TOOLS, ChatTemplate, as_utf8, has_half_pair
 from megarl.episodes.tool_schemas import comparable_schema, make_validator, misfit
 from megarl.types import UserError
+from megarl.types.json_objects import CallArguments, ToolSchema
 
 if TYPE_CHECKING:
     from megarl.episodes.call_parsers import CallParser, ParsedCalls
@@ -40,7 +41,7 @@ class ToolCall:
     """A call whose arguments fit the tool's schema. id: as the model wrote it, or None where the format has none."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: CallArguments
     id: str | None = None
 
 
@@ -84,7 +85,7 @@ class CallFormat:
 
     @classmethod
     def find(
-        cls, tokenizer: Any, stop_ids: Collection[int], schemas: Sequence[Mapping[str, Any]]
+        cls, tokenizer: Any, stop_ids: Collection[int], schemas: Sequence[ToolSchema]
     ) -> CallFormat:
         """Choose the format by reading back calls that the chat template writes. Imports SGLang (seconds).
 
@@ -98,7 +99,7 @@ class CallFormat:
         cls,
         found_format: FoundFormat,
         tokenizer: Any,
-        schemas: Sequence[Mapping[str, Any]],
+        schemas: Sequence[ToolSchema],
         *,
         are_users: bool,
     ) -> CallFormat:
@@ -230,7 +231,7 @@ class CallFormat:
         assert name
         return ToolCall(name, values)
 
-    def _mended(self, piece: str, arguments: Mapping[str, Any]) -> str | None:
+    def _mended(self, piece: str, arguments: CallArguments) -> str | None:
         """What the reader passed over in a call's text: a tag that is missing or there twice."""
         if self.marks.closing and self.marks.closing not in piece:
             return f"the call is not closed by {self.marks.closing}"
@@ -271,7 +272,7 @@ def _bad(name: str | None, reason: str, arguments: str | None = None) -> BadCall
     return BadCall(name and as_utf8(name), short, arguments=arguments and as_utf8(arguments))
 
 
-def _half_pair(arguments: Mapping[str, Any]) -> str | None:
+def _half_pair(arguments: CallArguments) -> str | None:
     """What is wrong with texts in the arguments that JSON can escape and UTF-8 cannot hold."""
     try:
         if has_half_pair(arguments):

@@ -19,6 +19,7 @@ from referencing import Registry  # a requirement of jsonschema
 from megarl.episodes.template import TOOLS
 from megarl.printable import describe_error, first_line, short
 from megarl.types import UserError
+from megarl.types.json_objects import CallArguments, JsonObject, ToolSchema
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _MOST_PARTS = 2**8  # of an agent's schema; when it has more no further reference is followed
@@ -55,7 +56,7 @@ _WITH_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
 _KEPT = {*_BOUNDS, *_WITH_ONE, *_WITH_SEVERAL, "properties"}
 
 
-def comparable_schema(schema: Mapping[str, Any], *, is_users: bool) -> dict[str, Any]:
+def comparable_schema(schema: ToolSchema, *, is_users: bool) -> JsonObject:
     """The schema with which a tool's calls are read and validated. is_users: the tool is the user's, not an agent's.
 
     Unlisted arguments are wrong unless the schema allows them. Raises UserError(episode.tools) where it is wrong.
@@ -83,12 +84,12 @@ def comparable_schema(schema: Mapping[str, Any], *, is_users: bool) -> dict[str,
     }
 
 
-def make_validator(schema: Mapping[str, Any]) -> Draft202012Validator:
+def make_validator(schema: ToolSchema) -> Draft202012Validator:
     """The validator of a tool's arguments, which fetches nothing. schema: of `comparable_schema`."""
     return Draft202012Validator(schema["function"]["parameters"], registry=Registry())
 
 
-def misfit(validator: Draft202012Validator, arguments: Mapping[str, Any]) -> str | None:
+def misfit(validator: Draft202012Validator, arguments: CallArguments) -> str | None:
     """What is wrong with the arguments of a call, in words for the model; None: they fit."""
     try:
         wrong = best_match(validator.iter_errors(arguments))
@@ -102,7 +103,7 @@ def misfit(validator: Draft202012Validator, arguments: Mapping[str, Any]) -> str
     return wrong.message
 
 
-def _parts(schema: Any) -> tuple[str, str | None, dict[str, Any]]:
+def _parts(schema: Any) -> tuple[str, str | None, JsonObject]:
     """The name, the description and the parameters of a tool."""
     try:
         function = schema["function"]
@@ -128,7 +129,7 @@ class _BoundedSchemas:
         self._root = root
         self._parts = 0
 
-    def of_arguments(self) -> dict[str, Any]:
+    def of_arguments(self) -> JsonObject:
         """The whole. Raises _BadSchema, also where it refers to a schema that has no keywords (true or false)."""
         schema = self.of(self._root)
         if not isinstance(schema, dict):
@@ -169,7 +170,7 @@ class _BoundedSchemas:
         return value
 
 
-def _bad_reference(schema: Mapping[str, Any]) -> str | None:
+def _bad_reference(schema: ToolSchema) -> str | None:
     """A reference that leads out of a schema, or nowhere."""
     parts: list[Any] = [schema]
     while parts:
@@ -184,7 +185,7 @@ def _bad_reference(schema: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _leads(schema: Mapping[str, Any], reference: str) -> bool:
+def _leads(schema: ToolSchema, reference: str) -> bool:
     try:
         _target(schema, reference)
     except (LookupError, TypeError, ValueError):
@@ -192,7 +193,7 @@ def _leads(schema: Mapping[str, Any], reference: str) -> bool:
     return True
 
 
-def _target(schema: Mapping[str, Any], reference: str) -> Any:
+def _target(schema: ToolSchema, reference: str) -> Any:
     """The place in a schema that a JSON pointer names. Raises LookupError, TypeError and ValueError for all else."""
     start, *names = unquote(reference).split("/")
     if start != "#":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from megarl.environments.runtime.results import TOOL_ERRORS, CallResult, cut
 from megarl.episodes.tool_calls import BadCall, ToolCall
 from megarl.printable import json_line
 from megarl.types import Sample, Transcript, TranscriptCall, TranscriptEntry
+from megarl.types.json_objects import CallArguments
 
 MOST_BYTES = 2**16  # of a transcript as JSON
 # bytes of each text: the first limit with which all entries fit
@@ -98,7 +99,7 @@ def _shortened(entry: TranscriptEntry, longest: int) -> TranscriptEntry:
     return {**entry, "text": cut(entry["text"], longest), "calls": calls}
 
 
-def _json_value(arguments: Mapping[str, Any]) -> Any:
+def _json_value(arguments: CallArguments) -> Any:
     """The arguments of a call; a text where they are deeply nested, or have numbers that JSON has not."""
     # whoever writes it again may have less room on the stack
     if (levels := depth(dict(arguments))) > _DEEPEST:

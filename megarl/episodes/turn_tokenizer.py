@@ -17,7 +17,7 @@ after it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,13 +25,13 @@ from megarl.episodes.template import (
     MARKER,
     WHERE,
     ChatTemplate,
-    Message,
     TemplateRefusal,
     first_place,
     user,
 )
 from megarl.model.tokenizer import chat_messages
 from megarl.types import UserError
+from megarl.types.json_objects import Message, ToolSchema
 
 HINT = "use a checkpoint with another chat template, or set episode.history to render"
 _OPENING_WORDS = "a"  # of the user in a short conversation
@@ -81,7 +81,7 @@ class TurnTokenizer:
         self,
         tokenizer: Any,
         stop_ids: Collection[int],
-        schemas: Sequence[Mapping[str, Any]] | None = None,
+        schemas: Sequence[ToolSchema] | None = None,
     ) -> None:
         self.template = ChatTemplate(tokenizer, tuple(schemas or ()))
         self.stop_ids = frozenset(stop_ids)

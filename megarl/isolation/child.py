@@ -19,6 +19,7 @@ from megarl.isolation.keeper import die_with
 from megarl.isolation.service import listen
 from megarl.printable import plain_value
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 _M_ARENA_MAX = -8
 LINE_BYTES = 2**30  # of the parent's longest line
@@ -73,7 +74,7 @@ def _exit_if_closed() -> Iterator[None]:
         os._exit(SOCKET_CLOSED)
 
 
-def serve(main: Callable[[ParentSocket, dict[str, Any]], object], parent_pid: int) -> None:
+def serve(main: Callable[[ParentSocket, JsonObject], object], parent_pid: int) -> None:
     """Call a worker's `main` with the socket to its parent and its spec; tell the parent a UserError that it raises.
 
     parent_pid: of the process that started the worker's keeper.

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from megarl.printable import describe_error
 from megarl.types import UserError
+from megarl.types.json_objects import CallArguments
 
 # a user's function that is called once in each process, before its first episode
 PREPARE = "prepare"
 
 
-def prepare(loaded: object, arguments: Mapping[str, Any], where: str, path: str) -> None:
+def prepare(loaded: object, arguments: CallArguments, where: str, path: str) -> None:
     """Call the `prepare` of what `path` names, if it has one. Raises UserError, as `prepare` itself may."""
     function = getattr(loaded, PREPARE, None)
     if function is None:

@@ -18,6 +18,7 @@ from megarl.isolation.http_status import certificates, host_of, require_availabl
 from megarl.isolation.sandbox import Outcome, SandboxLimits
 from megarl.isolation.service import Service, ServiceError, Unavailable
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 # added to the program's own time limit: for the service's queue, and the start of its sandbox
 _SERVICE_OVERHEAD_S = 30.0
@@ -75,7 +76,7 @@ def _service(url: str) -> Service:
     return Service(host_of(url), faults=(httpx.RequestError, TimeoutError))
 
 
-def _posted(url: str, request: Mapping[str, Any], left_s: float) -> dict[str, Any]:
+def _posted(url: str, request: Mapping[str, Any], left_s: float) -> JsonObject:
     """The service's answer to one try. Raises TimeoutError when it is not whole after left_s."""
     ends_at = time.monotonic() + left_s
     content = b""

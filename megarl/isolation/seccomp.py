@@ -10,31 +10,56 @@ import struct
 
 # Calls that look into other processes, make mounts or namespaces, load code into the kernel, or take memory that no
 # limit of a process counts (memfd, System V segments).
-_REFUSED_X86 = {
-    "shmget": 29, "ptrace": 101, "syslog": 103, "personality": 135, "pivot_root": 155, "chroot": 161, "acct": 163,
-    "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "init_module": 175,
-    "delete_module": 176, "quotactl": 179, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
-    "unshare": 272, "perf_event_open": 298, "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308,
-    "process_vm_readv": 310, "process_vm_writev": 311, "finit_module": 313, "memfd_create": 319,
-    "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
-}  # fmt: skip
-_REFUSED_ARM = {
-    "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "quotactl": 60, "acct": 89, "personality": 92,
-    "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106, "syslog": 116, "ptrace": 117,
-    "reboot": 142, "shmget": 194, "add_key": 217, "request_key": 218, "keyctl": 219, "swapon": 224, "swapoff": 225,
-    "perf_event_open": 241, "name_to_handle_at": 264, "open_by_handle_at": 265, "setns": 268,
-    "process_vm_readv": 270, "process_vm_writev": 271, "finit_module": 273, "memfd_create": 279, "bpf": 280,
-    "userfaultfd": 282, "kexec_file_load": 294,
-}  # fmt: skip
-_REFUSED_BOTH = {
-    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
-    "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442, "memfd_secret": 447,
-}  # fmt: skip
+# name, number on x86_64, number on aarch64
+_REFUSED = """
+shmget                 29    194
+ptrace                101    117
+syslog                103    116
+personality           135     92
+pivot_root            155     41
+chroot                161     51
+acct                  163     89
+mount                 165     40
+umount2               166     39
+swapon                167    224
+swapoff               168    225
+reboot                169    142
+init_module           175    105
+delete_module         176    106
+quotactl              179     60
+kexec_load            246    104
+add_key               248    217
+request_key           249    218
+keyctl                250    219
+unshare               272     97
+perf_event_open       298    241
+name_to_handle_at     303    264
+open_by_handle_at     304    265
+setns                 308    268
+process_vm_readv      310    270
+process_vm_writev     311    271
+finit_module          313    273
+memfd_create          319    279
+kexec_file_load       320    294
+bpf                   321    280
+userfaultfd           323    282
+io_uring_setup        425    425
+io_uring_enter        426    426
+io_uring_register     427    427
+open_tree             428    428
+move_mount            429    429
+fsopen                430    430
+fsconfig              431    431
+fsmount               432    432
+fspick                433    433
+mount_setattr         442    442
+memfd_secret          447    447
+"""
 _CLONE3 = 435
-# machine -> (audit architecture, refused, clone, socket)
+# machine -> (audit architecture, column of _REFUSED, clone, socket)
 _MACHINES = {
-    "x86_64": (0xC000003E, _REFUSED_X86, 56, 41),
-    "aarch64": (0xC00000B7, _REFUSED_ARM, 220, 198),
+    "x86_64": (0xC000003E, 1, 56, 41),
+    "aarch64": (0xC00000B7, 2, 220, 198),
 }
 _X32_BIT = 0x40000000  # x86_64's other numbering of the same calls
 # CLONE_NEWUSER, NEWNS, NEWPID, NEWNET, NEWIPC, NEWUTS, NEWCGROUP, NEWTIME
@@ -63,7 +88,8 @@ def filter_program(machine: str = os.uname().machine) -> bytes | None:
     """The filter as an array of struct sock_filter; None for a machine whose call numbers are not known here."""
     if machine not in _MACHINES:
         return None
-    architecture, refused, clone, socket = _MACHINES[machine]
+    architecture, column, clone, socket = _MACHINES[machine]
+    rows = map(str.split, _REFUSED.strip().splitlines())
     deny = (_RETURN, 0, 0, _ERRNO | _EPERM)
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -76,7 +102,7 @@ def filter_program(machine: str = os.uname().machine) -> bytes | None:
         (_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, _ERRNO | _ENOSYS),
     ]
-    for number in sorted({*refused.values(), *_REFUSED_BOTH.values()}):
+    for number in sorted(int(row[column]) for row in rows):
         program += [(_EQUAL, 0, 1, number), deny]
     program += [
         (_EQUAL, 0, 4, clone),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,10 +21,7 @@ _LONGEST_TEXT = 100  # of a name or a reason; users' functions choose them
 class _Tally:
     """Of one service. down: the processes that hold calls back, since began_s; counted_s: the seconds before count."""
 
-    retries: int = 0
-    lost: int = 0
-    outages: int = 0
-    recoveries: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # of `ServiceFaults`
     down_s: float = 0.0
     reason: str = ""
     down: set[object] = field(default_factory=set)
@@ -70,9 +67,9 @@ class ServiceLog:
         tally = self._tallies[name]
         match event:
             case "retry":
-                tally.retries += 1
+                tally.counts["retries"] += 1
             case "lost":
-                tally.lost += 1
+                tally.counts["lost"] += 1
             case "down":
                 self._add(process, name, tally, words)
             case "up":
@@ -82,7 +79,7 @@ class ServiceLog:
 
     def _add(self, process: object, name: str, tally: _Tally, reason: str) -> None:
         if not tally.down:
-            tally.outages += 1
+            tally.counts["outages"] += 1
             tally.reason = tally.reason or reason
             tally.began_s = self._now()
             tally.counted_s = tally.began_s
@@ -99,7 +96,7 @@ class ServiceLog:
         tally.down.remove(process)
         if tally.down:
             return False
-        tally.recoveries += 1
+        tally.counts["recoveries"] += 1
         tally.down_s += self._now() - tally.counted_s
         return True
 
@@ -108,19 +105,8 @@ class ServiceLog:
             now_s = self._now()
             tally.down_s += now_s - tally.counted_s
             tally.counted_s = now_s
-        faults = ServiceFaults(
-            service=name,
-            retries=tally.retries,
-            lost=tally.lost,
-            outages=tally.outages,
-            recoveries=tally.recoveries,
-            down_s=tally.down_s,
-            reason=tally.reason,
-        )
-        tally.retries = 0
-        tally.lost = 0
-        tally.outages = 0
-        tally.recoveries = 0
+        faults = ServiceFaults(name, down_s=tally.down_s, reason=tally.reason, **tally.counts)
+        tally.counts.clear()
         tally.down_s = 0.0
         return faults
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from megarl.model.hf_values import ConfigFile, read_json
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 CONFIG = "adapter_config.json"
 # the layers of routed experts, and a pattern that PEFT tries before it:
@@ -15,7 +15,7 @@ OF_EXPERTS = r".*\.experts\..*"
 OF_EACH_EXPERT = r".*\.experts\.\d+\..*"
 
 
-def adapter_keys(folder: str) -> dict[str, Any]:
+def adapter_keys(folder: str) -> JsonObject:
     """The keys rank, alpha, targets and experts of a recipe's `lora` that the folder's adapters have.
 
     Empty where the file cannot be read or names the layers in another way than by a list; `peft.check` says why.

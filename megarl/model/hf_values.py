@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.model.shape import ModelShape
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 _LARGEST = 2**31 - 1
 _LARGEST_OF = {
@@ -22,7 +23,7 @@ _MOST_EXPERTS = 2**20  # of all layers
 _HINT = "use a checkpoint whose config.json is that of its weights"
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> JsonObject:
     """A JSON object. Raises UserError: no such file, unreadable, something else."""
     hint = "download or export the checkpoint again"
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 Rounding = Literal["nearest", "stochastic"]
 Sync = Literal["merged", "adapters"]
 CHILD = "lora"  # the name of the adapter inside its linear layer
+Param = TypeVar("Param")
 FACTORS = ("A", "B")
 
 
@@ -96,3 +98,12 @@ def factor_param(param: str, name: str, factor: str) -> str:
 def is_factor(param: str) -> bool:
     """Whether a parameter of the rank's model belongs to an adapter."""
     return f".{CHILD}." in param
+
+
+def split_factors(params: Mapping[str, Param]) -> tuple[dict[str, Param], dict[str, Param]]:
+    """(the weights, the factors of adapters) among the parameters of the rank's model."""
+    weights: dict[str, Param] = {}
+    factors: dict[str, Param] = {}
+    for name, param in params.items():
+        (factors if is_factor(name) else weights)[name] = param
+    return weights, factors

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
 
 
-def gather_whole(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_whole(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[L, ...] of every rank, concatenated in rank order, for a loss that every rank computes in full.
 
     The backward pass slices the gradient, without a sum.
@@ -17,16 +17,14 @@ def gather_whole(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     )
 
 
-def gather_row(
-    share_L: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
+def gather_row(share_L: Tensor, order_T: Tensor, group: dist.ProcessGroup) -> Tensor:
     """One value a token, gathered in the order of the row [T], for a loss that every rank computes in full."""
     if group.size() == 1:
         return share_L
     return gather_whole(share_L, group).index_select(0, order_T)
 
 
-def gather_shared(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_shared(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[L, ...] of every rank, concatenated in rank order, for ranks that use it differently.
 
     The backward pass reduce-scatters the gradients.
@@ -34,9 +32,7 @@ def gather_shared(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return gather_from_sequence_parallel_region(share, group=group)
 
 
-def gather_keys(
-    share: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
+def gather_keys(share: Tensor, order_T: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Keys or values [L, heads, d], gathered in the order of the row [T, heads, d]."""
     if group.size() == 1:
         return share

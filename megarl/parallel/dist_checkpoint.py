@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -211,13 +212,13 @@ def _sharded(state: Mapping[str, Any], stored: Sequence[ShardedTensor]) -> dict[
     }
 
 
-def read_factors(folder: Path) -> dict[str, torch.Tensor]:
+def read_factors(folder: Path) -> dict[str, Tensor]:
     """The whole factors of adapters in what `save` wrote, by their names; in any process, without ranks.
 
     Raises UserError as `load` does.
     """
     reader = filesystem.FileSystemReader(folder)
-    factors: dict[str, torch.Tensor] = {}
+    factors: dict[str, Tensor] = {}
     with reading(folder):
         for name, about in reader.read_metadata().state_dict_metadata.items():
             if isinstance(about, TensorStorageMetadata) and lora_checkpoint.is_stored_factor(name):
@@ -313,7 +314,7 @@ def _storages(chunks: Sequence[DistributedDataParallel]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in held}
 
 
-def _frozen(values: Callable[[], torch.Tensor], live: set[int]) -> Callable[[], torch.Tensor]:
+def _frozen(values: Callable[[], Tensor], live: set[int]) -> Callable[[], Tensor]:
     """A tensor as it is now: a copy on the host, unless it is an optimizer's own there, which only steps change."""
     tensor = values()
     if tensor.is_cpu and tensor.untyped_storage().data_ptr() not in live:
@@ -323,9 +324,9 @@ def _frozen(values: Callable[[], torch.Tensor], live: set[int]) -> Callable[[], 
 
 
 def _filled(
-    tensors: Sequence[tuple[WriteItem, torch.Tensor]],
-    sources: dict[Place, Callable[[], torch.Tensor]],
-) -> Iterator[tuple[WriteItem, torch.Tensor]]:
+    tensors: Sequence[tuple[WriteItem, Tensor]],
+    sources: dict[Place, Callable[[], Tensor]],
+) -> Iterator[tuple[WriteItem, Tensor]]:
     """The boxes of a file with their values, each made when the one before it is written; empties `sources`."""
     for item, no_memory in tensors:
         assert item.index.offset is not None
@@ -333,7 +334,7 @@ def _filled(
         yield item, _alone(values()).view(no_memory.shape)
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _alone(tensor: Tensor) -> Tensor:
     """On the host, in memory of which a file has no more than the tensor itself."""
     on_host = tensor.cpu()
     if on_host.untyped_storage().nbytes() != on_host.nbytes:

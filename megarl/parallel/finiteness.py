@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.parallel.param_names import named_parameters
+from megarl.types.tensors import ModelChunks
 
 # Classes of places in the order in which a fault passes them. A place is a class and what is first in it.
 _WEIGHTS, _FORWARD, _LOSS, _GRADIENT, _NOWHERE = (number << 48 for number in range(5))
@@ -33,15 +35,15 @@ class Finiteness:
     context-parallel ranks may have the same place.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> None:
+    def __init__(self, chunks: ModelChunks, stages: Sequence[int]) -> None:
         """chunks: without DDP. stages: of each, its number among all virtual pipeline stages."""
         self._chunks = chunks
         self._stages = {id(chunk): stage for chunk, stage in zip(chunks, stages, strict=True)}
-        self._sums: dict[int, torch.Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
         self._places: dict[int, int] = {}  # of the gradient of each parameter, by its id
         self._names: dict[int, str] = {}  # of each parameter, by its place in `named_parameters`
         # of a bucket group's gradients: their places, and their norms
-        self._gradients: list[tuple[list[int], torch.Tensor]] = []
+        self._gradients: list[tuple[list[int], Tensor]] = []
         stage_of = {
             id(param): self._stages[id(chunk)] for chunk in chunks for param in chunk.parameters()
         }
@@ -61,15 +63,15 @@ class Finiteness:
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.start_grad_sync = partial(self._seen, group, group.start_grad_sync)
 
-    def see_output(self, chunk: torch.nn.Module, output: torch.Tensor) -> None:
+    def see_output(self, chunk: torch.nn.Module, output: Tensor) -> None:
         """The output of a model chunk for a micro-batch."""
         self._see(self._forward(chunk, _STAGE_OUTPUT), output)
 
-    def see_loss(self, loss: torch.Tensor) -> None:
+    def see_loss(self, loss: Tensor) -> None:
         self._see(_LOSS, loss)
 
     @torch.no_grad()
-    def all_finite(self) -> torch.Tensor:
+    def all_finite(self) -> Tensor:
         """1 if everything was finite, else 0; int64 [1] on the device."""
         totals = [total.reshape(1) for total in self._sums.values()]
         totals += [norms for _, norms in self._gradients]
@@ -127,15 +129,15 @@ class Finiteness:
             experts: Any = layer.experts
             experts.register_forward_hook(partial(self._see_first, at_input + 1))
 
-    def _see_input(self, place: int, _: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _see_input(self, place: int, _: Any, inputs: tuple[Tensor, ...]) -> None:
         if inputs:
             self._see(place, inputs[0])
 
-    def _see_first(self, place: int, _: Any, __: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+    def _see_first(self, place: int, _: Any, __: Any, outputs: tuple[Tensor, ...]) -> None:
         self._see(place, outputs[0])
 
     @torch.no_grad()
-    def _see(self, place: int, values: torch.Tensor) -> None:
+    def _see(self, place: int, values: Tensor) -> None:
         total = values.detach().sum(dtype=torch.float32)
         before = self._sums.get(place)
         self._sums[place] = total if before is None else before + total

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 # also registers the "fake" backend
@@ -151,7 +152,7 @@ def edp_group() -> dist.ProcessGroup:
     return parallel_state.get_expert_data_parallel_group()  # type: ignore[return-value]
 
 
-def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistics:
+def reduce_stats(stats: Sequence[Mapping[Statistic, Tensor]]) -> Statistics:
     """Statistics of micro-batches over this rank and its data-parallel peers, each by its own reduction."""
     reduced: Statistics = {}
     for op, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
@@ -173,30 +174,30 @@ def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistic
     return reduced
 
 
-def over_pp(values: torch.Tensor) -> torch.Tensor:
+def over_pp(values: Tensor) -> Tensor:
     """The elementwise sum over the pipeline stages."""
     return _reduced(values, dist.ReduceOp.SUM, pp_group())
 
 
-def over_dp(values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+def over_dp(values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The elementwise sum over the data-parallel ranks, or another reduction."""
     return _reduced(values, op, dp_group())
 
 
 def _reduced(
-    values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> torch.Tensor:
+    values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> Tensor:
     reduced = values.to(device.DEVICE, copy=True)
     dist.all_reduce(reduced, op=op, group=group)
     return reduced.to(values.device)
 
 
-def all_agree(flag: torch.Tensor) -> bool:
+def all_agree(flag: Tensor) -> bool:
     """Whether the number of every rank of the world is not 0; waits for the device."""
     return bool(_reduced(flag.to(device.DEVICE), dist.ReduceOp.MIN, dist.group.WORLD).item())
 
 
-def gathered(values: torch.Tensor) -> torch.Tensor:
+def gathered(values: Tensor) -> Tensor:
     """[ranks of the world, ...]: the values of each, which have one shape on all of them."""
     own = values.to(device.DEVICE).reshape(-1)
     table = own.new_empty(dist.get_world_size() * len(own))

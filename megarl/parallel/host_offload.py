@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-Params = Mapping[str, torch.Tensor]
+from megarl.types.tensors import NamedTensors
+
+Params = NamedTensors
 
 
-def host_buffers_like(params: Params) -> dict[str, torch.Tensor]:
+def host_buffers_like(params: Params) -> dict[str, Tensor]:
     """Uninitialised host tensors of the parameters' shapes; pinned where the parameters are on a GPU."""
     return {
         name: torch.empty(param.shape, dtype=param.dtype, pin_memory=param.is_cuda)
@@ -36,7 +39,7 @@ def _swap(params: Params, on_host: Params) -> None:
         on_host[name].copy_(before)
 
 
-Offloaded = list[tuple[torch.UntypedStorage, torch.Tensor]]
+Offloaded = list[tuple[torch.UntypedStorage, Tensor]]
 
 
 def offload_params(params: Params) -> Offloaded:
@@ -59,7 +62,7 @@ def onload_params(offloaded: Offloaded) -> None:
         _bytes(storage).copy_(on_host)
 
 
-def contents(tensor: torch.Tensor, offloaded: Offloaded) -> torch.Tensor:
+def contents(tensor: Tensor, offloaded: Offloaded) -> Tensor:
     """The tensor, or a view of its content on the host while its memory is freed."""
     own = tensor.untyped_storage()
     for storage, on_host in offloaded:
@@ -69,5 +72,5 @@ def contents(tensor: torch.Tensor, offloaded: Offloaded) -> torch.Tensor:
     return tensor.detach()
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

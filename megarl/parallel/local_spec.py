@@ -26,6 +26,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megarl.parallel.cp_gather import gather_keys
 from megarl.parallel.packing import zigzag
@@ -40,7 +41,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
@@ -51,16 +52,14 @@ class _Bucket:
     queries: positions in this rank's share of the row; keys: positions in the whole row.
     """
 
-    queries: torch.Tensor  # [blocks, longest]
-    is_real: torch.Tensor  # [blocks, longest]
-    keys: torch.Tensor  # [blocks, longest of the keys]
-    is_seen: torch.Tensor | None  # the mask [blocks, 1, longest, longest of the keys]; None: causal
+    queries: Tensor  # [blocks, longest]
+    is_real: Tensor  # [blocks, longest]
+    keys: Tensor  # [blocks, longest of the keys]
+    is_seen: Tensor | None  # the mask [blocks, 1, longest, longest of the keys]; None: causal
 
 
 @functools.lru_cache(maxsize=8)
-def _buckets(
-    bounds: tuple[int, ...], cp: int, rank: int
-) -> tuple[list[_Bucket], torch.Tensor, torch.Tensor]:
+def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket], Tensor, Tensor]:
     """(buckets of a rank, order that restores its queries, order of the gathered keys in the row).
 
     Without context parallelism a block is a segment; otherwise it is one of the rank's two chunks of a segment, which
@@ -121,14 +120,14 @@ class PackedAttention(torch.nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         *,
         packed_seq_params: PackedSeqParams,
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         buckets, back, order_T = _buckets(bounds, self.group.size(), self.group.rank())
         key, value = (
@@ -150,7 +149,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(outputs).index_select(0, back.to(query.device)).flatten(1)
 
 
-def _rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _rows(tensor: Tensor, positions: Tensor) -> Tensor:
     """[T, heads, d] -> [blocks, heads, longest, d]."""
     rows = tensor.index_select(0, positions.flatten().to(tensor.device))
     return rows.unflatten(0, positions.shape).transpose(1, 2)
@@ -173,7 +172,7 @@ class DuplicatedLinear(torch.nn.Module):
         assert config.init_method is not None
         config.init_method(self.weight)
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         return F.linear(hidden, self.weight), None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional
 
 from megarl.device import DEVICE
@@ -27,15 +28,15 @@ class _HiddenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_TH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        labels_T: torch.Tensor,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        labels_T: Tensor,
         first: int,
         group: dist.ProcessGroup,
         chunk_tokens: int,
         keep: bool,
         temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         chunks = []
         kept = []
         for hidden, labels in zip(
@@ -76,7 +77,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         return label_T - total_T.log(), entropy_T
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, labels_T, log_sum_T, entropy_T, peak_T = ctx.saved_tensors
         hidden_grad_TH = torch.empty_like(hidden_TH)
         is_frozen = not ctx.needs_input_grad[1]
@@ -118,11 +119,11 @@ class _HiddenLogprobs(torch.autograd.Function):
 
 
 def _logits_grad(
-    logp_CV: torch.Tensor,
-    column_C: torch.Tensor,
-    logp_grad_C: torch.Tensor,
-    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
+    logp_CV: Tensor,
+    column_C: Tensor,
+    logp_grad_C: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
     """-g p - g_H p (l + H), and g more at the label, where that is a column of this rank; of_entropy: (H, g_H).
 
     logp_CV is lost.
@@ -146,7 +147,7 @@ def _logits_grad(
     return grad_CV
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
     """Divided by the temperature in float32, as an engine's sampler divides them."""
     logits_CV = functional.linear(hidden_CH, weight_VH).float()
     if temperature == 1.0:
@@ -154,9 +155,7 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
     return logits_CV.div_(temperature)
 
 
-def _chunk_statistics(
-    logits_CV: torch.Tensor, labels_C: torch.Tensor, first: int
-) -> tuple[torch.Tensor, ...]:
+def _chunk_statistics(logits_CV: Tensor, labels_C: Tensor, first: int) -> tuple[Tensor, ...]:
     """(peak, sum exp, sum of (logit - peak) exp, the label's logit), about this rank's own columns.
 
     The logits become differences to the peak.
@@ -174,16 +173,16 @@ def _chunk_statistics(
 
 
 def hidden_logprobs(
-    hidden_LH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    labels_T: torch.Tensor,
+    hidden_LH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
     *,
     vocab_size: int,
     group: dist.ProcessGroup,
     temperature: float = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
     kept_bytes: int = KEPT_BYTES,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """(logp_T, entropy_T), float32 [T] and differentiable, from the final hidden states and the output layer's weight.
 
     hidden_LH: this tensor-parallel rank's L = T / group size tokens (sequence parallelism); weight_VH: its rows of the

@@ -38,6 +38,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.model.lora_pairs import CHILD, LoraPair, LoraSize
@@ -46,6 +47,7 @@ from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.param_names import named_modules
 from megarl.parallel.shared_weights import heads
 from megarl.types import UserError
+from megarl.types.tensors import ModelChunks
 
 _HINT = "leave lora out, or its layer out of lora.targets"
 # elements between the starts of two weights of a flat buffer: kernels want 16 bytes at least
@@ -157,7 +159,7 @@ class Adapter(torch.nn.Module):
                 marked.tensor_model_parallel = is_cut
                 marked.sequence_parallel = not is_cut and self._is_parallel
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """The delta, in the parallel state of the linear layer's output; hidden: the layer's input."""
         pairs = self.pairs
         narrow = F.linear(hidden, torch.cat([pair.A for pair in pairs]))
@@ -172,7 +174,7 @@ class Adapter(torch.nn.Module):
         ]
         return self._assembled(deltas)
 
-    def _assembled(self, deltas: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _assembled(self, deltas: Sequence[Tensor]) -> Tensor:
         """The deltas of the tensors in the order of the layer's output, and 0 in rows without an adapter."""
         if len(deltas) == 1 and deltas[0].shape[-1] == self._num_rows:
             return deltas[0]
@@ -189,15 +191,13 @@ class Adapter(torch.nn.Module):
 class GroupedAdapter(torch.nn.ModuleList):
     """The adapters of a layer with a weight for each of this rank's experts; its input is sorted by expert."""
 
-    def forward(self, hidden: torch.Tensor, tokens_per_expert: Sequence[int]) -> torch.Tensor:
+    def forward(self, hidden: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
         """[tokens, the layer's output]: each expert's delta of its own tokens."""
         parts = hidden.split([*tokens_per_expert])
         return torch.cat([adapter(part) for adapter, part in zip(self, parts, strict=True)])
 
 
-def attach(
-    chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: LoraSize, seed: int
-) -> Adapters:
+def attach(chunks: ModelChunks, pairs: Sequence[LoraPair], size: LoraSize, seed: int) -> Adapters:
     """Freeze this rank's model chunks and give their linear layers adapters; call it before DDP wraps the chunks.
 
     pairs: of this rank, in the order of the layers. The weights may still be undefined. Raises UserError, with its
@@ -239,7 +239,7 @@ def attach(
     return adapters
 
 
-def sum_over_etp(chunks: Sequence[torch.nn.Module]) -> None:
+def sum_over_etp(chunks: ModelChunks) -> None:
     """Sum the gradients of factors that the ranks of one expert hold alike; after those over data-parallel ranks."""
     marked: Any = [
         param
@@ -271,9 +271,7 @@ def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:
     return add
 
 
-def _require_gradient(
-    embedding: torch.nn.Module, inputs: Any, output: torch.Tensor
-) -> torch.Tensor:
+def _require_gradient(embedding: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
     """Let the gradient reach the first layers.
 
     The embedding is frozen, and Megatron's recomputation runs no backward pass for an input without a gradient.

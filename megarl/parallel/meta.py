@@ -28,6 +28,7 @@ from megarl.parallel.routing import Routing
 from megarl.placement.roles import train_layout
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 
 def whole(facts: HfFacts, shape: ModelShape, recipe: Recipe) -> Whole:
@@ -120,7 +121,7 @@ def _padding(chunk: model.Chunk, shape: ModelShape) -> int:
     return sum((len(table) * tp - shape.vocab_size) * table.shape[1] // tp for table in tables)
 
 
-def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def answer_requests(requests: Sequence[JsonObject]) -> list[JsonObject]:
     """One object for each request: `stages`, and `whole` on request, or the `error` of its recipe."""
     use_local_layers()
     answers = []
@@ -131,7 +132,7 @@ def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             facts = folder.required_facts
             shape = folder.shape
             sizes = stages(facts, shape, train_layout(recipe), recipe)
-            answer: dict[str, Any] = {
+            answer: JsonObject = {
                 "stages": [[asdict(chunk) for chunk in chunks] for chunks in sizes]
             }
             if request["whole"]:

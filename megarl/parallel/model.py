@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.model.hf_config import HfFacts
@@ -33,6 +34,7 @@ from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Router, Routing
 from megarl.placement.train_layout import TrainLayout
+from megarl.types.tensors import ModelChunks
 
 if TYPE_CHECKING:
     from megarl.config import TrainConfig
@@ -214,7 +216,7 @@ class Score(torch.nn.Module):
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
         )
 
-    def forward(self, hidden_LH: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_LH: Tensor) -> Tensor:
         return F.linear(hidden_LH.float(), self.weight.float())[:, 0]
 
 
@@ -228,8 +230,8 @@ class Chunk(GPTModel):
     runs_mtp = False
 
     def _postprocess(
-        self, *, hidden_states: torch.Tensor, mtp_in_postprocess: bool, **inputs: Any
-    ) -> torch.Tensor:
+        self, *, hidden_states: Tensor, mtp_in_postprocess: bool, **inputs: Any
+    ) -> Tensor:
         if not (mtp_in_postprocess and self.runs_mtp):
             return hidden_states
         accepted = inspect.signature(self.mtp.forward).parameters
@@ -239,11 +241,11 @@ class Chunk(GPTModel):
             **{name: value for name, value in inputs.items() if name in accepted},
         )
 
-    def output_weight(self) -> torch.Tensor:
+    def output_weight(self) -> Tensor:
         """[this TP rank's rows of the padded vocabulary, h], on the last stage."""
         if self.share_embeddings_and_output_weights:
-            return cast(torch.Tensor, self.shared_embedding_or_output_weight())
-        return cast(torch.Tensor, self.output_layer.weight)
+            return cast(Tensor, self.shared_embedding_or_output_weight())
+        return cast(Tensor, self.output_layer.weight)
 
 
 def build_chunks(
@@ -352,7 +354,7 @@ def buffers_config(train: TrainConfig) -> DistributedDataParallelConfig:
     return make_config("train.ddp", DistributedDataParallelConfig, fields)
 
 
-def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+def params(chunks: ModelChunks) -> dict[str, Tensor]:
     """A rank's weights by the names of the weight map: parameters, and buffers that are weights (router biases).
 
     Without the factors of adapters.
@@ -368,6 +370,6 @@ def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return weights | biases
 
 
-def factors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+def factors(chunks: ModelChunks) -> dict[str, Tensor]:
     """A rank's factors of adapters by the names of their map (resharding/lora_map.py)."""
     return {name: factor.detach() for name, factor in named_parameters(chunks) if is_factor(name)}

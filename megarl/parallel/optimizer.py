@@ -11,11 +11,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.parallel.option_values import state_dtype
 from megarl.parallel.options import PRECISION_AWARE, make_config
 from megarl.types import UserError
+from megarl.types.tensors import ModelChunks
 
 if TYPE_CHECKING:
     from megarl.config import TrainConfig
@@ -112,9 +114,7 @@ def offloads(train: TrainConfig) -> bool:
     return train.optimizer_offload and DEVICE == "cuda"
 
 
-def move_optimizer(
-    optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module], device: str
-) -> None:
+def move_optimizer(optimizer: ChainedOptimizer, chunks: ModelChunks, device: str) -> None:
     """Move the optimizer's state and master weights to a device; shards that are views of parameters stay.
 
     Host memory is pinned, for fast copies. Step counts stay on the host, where torch's AdamW reads them.
@@ -134,7 +134,7 @@ def move_optimizer(
             state.update({key: _moved(value, device) for key, value in arrays.items()})
 
 
-def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def _moved(tensor: Tensor, device: str) -> Tensor:
     if device != "cpu" or tensor.is_cpu:
         return tensor.to(device)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from megarl.device import DEVICE
+from megarl.printable import first_line
 from megarl.types import UserError
 
 _PACKAGE = "transformer_engine"
@@ -75,7 +76,7 @@ class _WholePackageLoader(Loader):
         except Exception as error:  # whatever the loaders of its libraries raise
             for name in [name for name in sys.modules if name.startswith(f"{_PACKAGE}.")]:
                 del sys.modules[name]
-            self._finder.error = str(error).strip().partition("\n")[0] or type(error).__name__
+            self._finder.error = first_line(error)
             raise ModuleNotFoundError(self._finder.error, name=_PACKAGE) from error
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.algos.targets import Targets
 from megarl.types import FloatArray, IntArray, TrainSequence, sample_numbers
+from megarl.types.arrays import TokenArrays
 
 LENGTH_STEP = 1024
 
@@ -44,20 +46,20 @@ class PackedRow:
     segment, padding included. Both are made with the row: reading them from the device would hold up the host.
     """
 
-    token_ids_L: torch.Tensor
-    labels_L: torch.Tensor
-    sequence_L: torch.Tensor
-    bounds: torch.Tensor
-    order_T: torch.Tensor
+    token_ids_L: Tensor
+    labels_L: Tensor
+    sequence_L: Tensor
+    bounds: Tensor
+    order_T: Tensor
     places: IntArray
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
-    lengths_S: torch.Tensor
+    lengths_S: Tensor
     max_length: int
     targets: Targets
-    old_logp_T: torch.Tensor | None
+    old_logp_T: Tensor | None
     # of each token in each layer M with experts: K of them, -1 if not known
-    experts_LMK: torch.Tensor | None = None
+    experts_LMK: Tensor | None = None
 
 
 def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:
@@ -76,10 +78,10 @@ def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:
 
 def pack(
     sequences: Sequence[TrainSequence],
-    old_logp: Sequence[FloatArray] | None = None,
-    reference_logp: Sequence[FloatArray] | None = None,
-    returns: Sequence[FloatArray] | None = None,
-    old_values: Sequence[FloatArray] | None = None,
+    old_logp: TokenArrays | None = None,
+    reference_logp: TokenArrays | None = None,
+    returns: TokenArrays | None = None,
+    old_values: TokenArrays | None = None,
     *,
     split: Split,
     device: str,
@@ -149,24 +151,24 @@ class _RowLayout:
     length: int
     device: str
 
-    def on_device(self, values: np.ndarray) -> torch.Tensor:
+    def on_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
-    def floats(self, arrays: Sequence[FloatArray] | None) -> torch.Tensor | None:
+    def floats(self, arrays: TokenArrays | None) -> Tensor | None:
         """One array for each sequence, aligned with the logprobs."""
         return None if arrays is None else self._aligned(arrays, np.float32)
 
-    def field(self, name: str, dtype: type = np.float32) -> torch.Tensor:
+    def field(self, name: str, dtype: type = np.float32) -> Tensor:
         """A field of the sequences' tokens, or of a whole sequence at each of its tokens; 0 where it is None."""
         return self._aligned([_per_token(each, name, dtype) for each in self.sequences], dtype)
 
-    def field_of_some(self, name: str, dtype: type) -> torch.Tensor | None:
+    def field_of_some(self, name: str, dtype: type) -> Tensor | None:
         """None where no sequence has the field."""
         if all(getattr(sequence, name) is None for sequence in self.sequences):
             return None
         return self.field(name, dtype)
 
-    def _aligned(self, arrays: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+    def _aligned(self, arrays: Sequence[np.ndarray], dtype: type) -> Tensor:
         """[T], in which what is about a token stands before it, where it is predicted."""
         values_T = np.zeros(self.length, dtype)
         for start, values in zip(self.starts, arrays, strict=True):
@@ -206,7 +208,7 @@ def _experts(
     return experts_TMK
 
 
-def unpack(row: PackedRow, values_T: torch.Tensor) -> list[FloatArray]:
+def unpack(row: PackedRow, values_T: Tensor) -> list[FloatArray]:
     """Per-position values -> one float32 array per sequence, aligned to the token each is about; the first is 0."""
     flat_T = values_T.detach().float().cpu().numpy()
     arrays = []

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
+from megarl.types.tensors import ModelChunks
 
-def named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+
+def named_parameters(chunks: ModelChunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """All parameters of a rank: weights, and the factors of adapters."""
     for prefix, chunk in _prefixed(chunks):
         yield from chunk.named_parameters(prefix)
 
 
-def named_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_buffers(chunks: ModelChunks) -> Iterator[tuple[str, torch.Tensor]]:
     """All buffers of a rank."""
     for prefix, chunk in _prefixed(chunks):
         yield from chunk.named_buffers(prefix)
 
 
-def named_modules(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+def named_modules(chunks: ModelChunks) -> dict[str, torch.nn.Module]:
     """All modules of a rank by the paths of their weights."""
     return {
         path: module
@@ -28,7 +30,7 @@ def named_modules(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Modul
     }
 
 
-def _prefixed(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+def _prefixed(chunks: ModelChunks) -> Iterator[tuple[str, torch.nn.Module]]:
     if len(chunks) == 1:
         yield "", chunks[0]
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from torch import Tensor
 
 from megarl.parallel import groups, lora
 from megarl.parallel.cp_gather import gather_row, gather_whole
@@ -21,12 +22,13 @@ from megarl.parallel.logprobs import hidden_logprobs
 from megarl.parallel.model import Chunk, Score
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.routing import Choices, Routing
+from megarl.types.tensors import NamedTensors
 
 Result = TypeVar("Result")
 Shape = list[int]
 NOTHING: Shape = [0, 0, 0]  # the shape of a tensor that is not received
 # (row, logp_T, entropy_T) -> (loss sum, this micro-batch's result); of a model with a score head: (row, score_T) -> ...
-OnOutputs = Callable[..., tuple[torch.Tensor, Result]]
+OnOutputs = Callable[..., tuple[Tensor, Result]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Pass(Generic[Result]):
     """
 
     results: list[Result]
-    routing_sums: Mapping[str, torch.Tensor]
+    routing_sums: NamedTensors
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Pipeline:
             "pg_collection": groups.pipeline_groups(),
         }
 
-    def _start(self, norms: Norms | None) -> Mapping[str, torch.Tensor]:
+    def _start(self, norms: Norms | None) -> NamedTensors:
         """Prepare a pass; returns the statistics that its routers will fill."""
         for chunk in self.chunks:
             _module(chunk).runs_mtp = norms is not None and self.mtp_loss > 0
@@ -131,7 +133,7 @@ class Pipeline:
         temperature: float,
         feed: Iterator[tuple[PackedRow, Choices | None]],
         model: torch.nn.Module,
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Megatron's forward_step_func: the stage's output, and the loss function of the last stage."""
         row, choices = next(feed)
         longest = row.max_length
@@ -160,8 +162,8 @@ class Pipeline:
         on_outputs: OnOutputs[Any],
         norms: Norms | None,
         temperature: float,
-        output: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        output: Tensor,
+    ) -> tuple[Tensor, Tensor, Any]:
         depths = 1 + (chunk.config.mtp_num_layers or 0) * chunk.runs_mtp
         hidden, *ahead = output[:, 0].chunk(depths)
         if isinstance(chunk.output_layer, Score):
@@ -177,7 +179,7 @@ class Pipeline:
             self.finiteness.see_loss(loss_sum)
         return loss_sum, torch.zeros((), dtype=torch.int, device=loss_sum.device), result
 
-    def _scores(self, head: Score, hidden: torch.Tensor, row: PackedRow) -> torch.Tensor:
+    def _scores(self, head: Score, hidden: Tensor, row: PackedRow) -> Tensor:
         """score_T of the whole row, on every tensor- and context-parallel rank."""
         score_L = gather_whole(head(hidden), groups.tp_group())
         return gather_row(score_L, row.order_T, groups.cp_group())
@@ -185,11 +187,11 @@ class Pipeline:
     def _logprobs(
         self,
         chunk: Chunk,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         row: PackedRow,
-        labels_L: torch.Tensor,
+        labels_L: Tensor,
         temperature: float = 1.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """(logp_T, entropy_T) of the whole row, on every context-parallel rank."""
         shares = hidden_logprobs(
             hidden,
@@ -204,9 +206,7 @@ class Pipeline:
         )
         return logp_T, entropy_T
 
-    def _mtp_loss(
-        self, chunk: Chunk, row: PackedRow, ahead: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def _mtp_loss(self, chunk: Chunk, row: PackedRow, ahead: Sequence[Tensor]) -> Tensor:
         """The multi-token prediction loss: the mean over depths k of -log p of the token k + 1 positions ahead.
 
         Summed over the tokens of the loss mask, at temperature 1 (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).

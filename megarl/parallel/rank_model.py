@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
@@ -33,6 +34,7 @@ from megarl.parallel.replicas import Replicated, replicated_gradients, replicate
 from megarl.parallel.routing import Routing
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import Role
+from megarl.types.tensors import ModelChunks, NamedTensors
 
 
 class RankModel:
@@ -88,7 +90,7 @@ class RankModel:
         self.adapters = lora.attach(chunks, pairs, size, recipe.run.seed) if size else None
         for head in shared_weights.heads(chunks):
             head.requires_grad_(role.trains)
-        self._unwrapped: Sequence[torch.nn.Module] = chunks
+        self._unwrapped: ModelChunks = chunks
         self._trains = role.trains
         self._is_published = is_published
         self._is_offloaded = False
@@ -128,15 +130,15 @@ class RankModel:
             self._train, self.chunks[0].config, self.chunks[0].ddp_config, optimizer_config, names
         )
 
-    def params(self) -> dict[str, torch.Tensor]:
+    def params(self) -> dict[str, Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
         return model.params(self._unwrapped)
 
-    def factors(self) -> dict[str, torch.Tensor]:
+    def factors(self) -> dict[str, Tensor]:
         """This rank's factors of adapters by the map's names: such views as well."""
         return model.factors(self._unwrapped)
 
-    def share(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def share(self, weights: NamedTensors) -> None:
         """Compute with these frozen weights of another process, of the same names, in place of own ones."""
         self._shared = shared_weights.bind(self._unwrapped, weights)
 
@@ -195,7 +197,7 @@ class RankModel:
 
     def state_bytes(self) -> state_bytes.StateBytes:
         """What this rank trains, its buffers and its optimizer's state, wherever their memory is now."""
-        trained: list[torch.Tensor] = [
+        trained: list[Tensor] = [
             param for _, param in named_parameters(self._unwrapped) if param.requires_grad
         ]
         trained += [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from megarl.placement.replicas import (
     EXPERTS_WHOLE,
     GRADIENTS,
 )
+from megarl.types.tensors import ModelChunks
 
 Replicated = dict[str, dict[str, torch.Tensor]]
 
 
-def replicated_weights(chunks: Sequence[torch.nn.Module], *, only_trained: bool) -> Replicated:
+def replicated_weights(chunks: ModelChunks, *, only_trained: bool) -> Replicated:
     """By kind and name, the weights of a rank's unwrapped model chunks, with the factors of adapters.
 
     only_trained: without frozen weights, which are no copies of each other where each rank adds its adapters to them.
@@ -36,7 +36,7 @@ def replicated_weights(chunks: Sequence[torch.nn.Module], *, only_trained: bool)
     return weights
 
 
-def replicated_gradients(chunks: Sequence[torch.nn.Module]) -> Replicated:
+def replicated_gradients(chunks: ModelChunks) -> Replicated:
     """By kind and name, the gradients that Megatron has summed over TP, or megarl over ETP, after a backward pass."""
     gradients: Replicated = {GRADIENTS: {}, EXPERT_GRADIENTS: {}}
     for name, param in named_parameters(chunks):

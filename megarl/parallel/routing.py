@@ -22,10 +22,11 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megarl.parallel.packing import PackedRow
 
-Choose = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Choices:
     experts: layer (from 0) -> [tokens of this rank, experts per token]; -1 where the router chooses for itself.
     """
 
-    experts: dict[int, torch.Tensor] = field(default_factory=dict)
+    experts: dict[int, Tensor] = field(default_factory=dict)
     is_recording: bool = False
 
 
@@ -51,11 +52,11 @@ class Routing:
     is_training: bool = False
     row: PackedRow | None = None
     choices: Choices | None = None
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
     def start(
         self, *, is_training: bool, balance_scale: float = 0.0, z_scale: float = 0.0
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Begin a pass over micro-batches; returns the sums, which the pass fills."""
         self.is_training = is_training
         self.balance_scale = balance_scale
@@ -73,7 +74,7 @@ class Routing:
         finally:
             self.row = self.choices = None
 
-    def count(self, name: str, value: torch.Tensor) -> None:
+    def count(self, name: str, value: Tensor) -> None:
         """Add to a statistic of this pass."""
         value = value.detach().double()
         self.sums[name] = self.sums[name] + value if name in self.sums else value
@@ -84,12 +85,12 @@ class _Tokens:
     """The N tokens of a micro-batch that a router sees on this rank."""
 
     # the number of each token's sequence; the last number is the padding's
-    sequence_N: torch.Tensor
-    lengths_S: torch.Tensor  # of every sequence, and 1 for the padding
-    replayed_NK: torch.Tensor | None  # experts to replay, -1 where they are unknown
+    sequence_N: Tensor
+    lengths_S: Tensor  # of every sequence, and 1 for the padding
+    replayed_NK: Tensor | None  # experts to replay, -1 where they are unknown
 
     @property
-    def is_real_N(self) -> torch.Tensor:
+    def is_real_N(self) -> Tensor:
         return self.sequence_N < len(self.lengths_S) - 1
 
 
@@ -114,9 +115,7 @@ class Router(TopKRouter):
         self._to_recompute: deque[_Tokens] = deque()
         self._tokens: _Tokens
 
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(probabilities, choice), both [n, experts]."""
         self._tokens = self._see(len(logits))
         probs, choice = super().routing(logits)
@@ -131,12 +130,12 @@ class Router(TopKRouter):
 
     def _choose(
         self,
-        scores: torch.Tensor,
+        scores: Tensor,
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
         choose: Choose,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """(scores, indices) [n, topk] of the experts, replayed where they are known."""
         values_NK, own_NK = choose(scores, topk, num_groups, group_topk)
         replayed_NK = self._tokens.replayed_NK
@@ -176,7 +175,7 @@ class Router(TopKRouter):
             self._to_recompute.append(tokens)
         return tokens
 
-    def _cost(self, logits_NE: torch.Tensor) -> torch.Tensor:
+    def _cost(self, logits_NE: Tensor) -> Tensor:
         """The auxiliary losses of these tokens, in the scale of the loss sum.
 
         The balance loss of a sequence is (E / K) sum_e f_e P_e, where f_e is the fraction of its choices and P_e the
@@ -202,9 +201,7 @@ class Router(TopKRouter):
         self._shared.count("z_loss", z)
         return balance * self._shared.balance_scale + z * self._shared.z_scale
 
-    def _apply_expert_bias(
-        self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> None:
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert, for the update of router biases; recomputation does not count again."""
         if self.enable_expert_bias and self._shared.is_training and torch.is_grad_enabled():
             with torch.no_grad():

@@ -6,29 +6,30 @@ same GPU, so that every frozen weight of a rank is one of the other's rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.model.lora_pairs import is_factor
 from megarl.parallel.model import ROUTER_BIAS, Score
 from megarl.parallel.param_names import named_buffers, named_parameters
+from megarl.types.tensors import ModelChunks, NamedTensors
 
 
-def heads(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+def heads(chunks: ModelChunks) -> list[torch.nn.Parameter]:
     """The weight of the score head, where this rank's chunks have one."""
     layers: list[Any] = [getattr(chunk, "output_layer", None) for chunk in chunks]
     return [head.weight for head in layers if isinstance(head, Score)]
 
 
-def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
+def bind(chunks: ModelChunks, weights: NamedTensors) -> frozenset[str]:
     """Put `weights` (by the weight map's names) in the places of the chunks' frozen ones, whose memory is freed.
 
     Returns the names of those that were replaced. Raises ValueError for a weight that is missing or of another extent.
     """
     head_ids = {id(head) for head in heads(chunks)}
-    frozen: dict[str, torch.Tensor] = {
+    frozen: dict[str, Tensor] = {
         name: param
         for name, param in named_parameters(chunks)
         if id(param) not in head_ids and not is_factor(name)

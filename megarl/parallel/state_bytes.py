@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
 
 from megarl.parallel.dist_checkpoint import random_state, set_random_state, start_states
 from megarl.parallel.optimizer import stepping
 from megarl.types import ByteArray
+from megarl.types.tensors import ModelChunks
 
 
 class StateBytes:
@@ -26,7 +28,7 @@ class StateBytes:
     It is valid while the tensors stay where they are: until the rank computes, or its memory is handed over.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: contiguous, on any device."""
         self._parts = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
         self._ends = [*accumulate(len(part) for part in self._parts)]
@@ -51,7 +53,7 @@ class StateBytes:
         for part, source in self._cut(given, start):
             part.copy_(source)
 
-    def _cut(self, content: torch.Tensor, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _cut(self, content: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
         """The tensors' bytes that lie where `content` does, each with its piece of that."""
         end = start + len(content)
         pairs = []
@@ -65,9 +67,7 @@ class StateBytes:
         return pairs
 
 
-def optimizer_tensors(
-    optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module]
-) -> list[torch.Tensor]:
+def optimizer_tensors(optimizer: ChainedOptimizer, chunks: ModelChunks) -> list[Tensor]:
     """Master weights, moments, step counts and scales, in an order that the layout decides; not the model's weights."""
     start_states(optimizer)
     in_model = {param.untyped_storage()._cdata for chunk in chunks for param in chunk.parameters()}

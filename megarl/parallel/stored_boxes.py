@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.parallel.boxes import CHUNK_BYTES, Box, boxes
@@ -37,9 +38,9 @@ class Elements:
     start: int
     end: int
     dtype: torch.dtype
-    flat: Callable[[], torch.Tensor]
+    flat: Callable[[], Tensor]
 
-    def inside(self, box: Box) -> torch.Tensor:
+    def inside(self, box: Box) -> Tensor:
         """A view of the elements of a box, whose numbers are those of the parameter."""
         part = self.flat()[box.start - self.start : box.end - self.start]
         return part.view(box.sizes)
@@ -52,7 +53,7 @@ class Weight:
     The fused projection of a gated MLP is two blocks.
     """
 
-    param: torch.Tensor
+    param: Tensor
     start: int
     shard: ShardedTensor
 
@@ -77,7 +78,7 @@ class Weight:
         for box in boxes(self.shard.local_shape, first, last, most):
             yield box._replace(start=self.start + box.start)
 
-    def stored(self, name: str, box: Box, values: torch.Tensor) -> ShardedTensor:
+    def stored(self, name: str, box: Box, values: Tensor) -> ShardedTensor:
         """A box of the tensor `name` with its values, as Megatron's dist_checkpointing saves and loads it."""
         shard = self.shard
         axes = shard.prepend_axis_num
@@ -109,7 +110,7 @@ def weights_in(state: Mapping[str, Any]) -> list[Weight]:
     return weights
 
 
-def _first_element(shard: ShardedTensor, param: torch.Tensor) -> int:
+def _first_element(shard: ShardedTensor, param: Tensor) -> int:
     """The number of a shard's first element among those of the parameter that it is a view of."""
     assert shard.data is not None and shard.data.is_contiguous(), f"{shard.key} is no block"
     return (shard.data.data_ptr() - param.data_ptr()) // param.element_size()
@@ -123,12 +124,12 @@ class OwnPart:
     """
 
     optimizer: Any
-    param: torch.Tensor
+    param: Tensor
     start: int
     end: int
     is_written: bool
 
-    def state(self, name: str) -> torch.Tensor:
+    def state(self, name: str) -> Tensor:
         """One of STATES, flat: the optimizer's own tensor, or a copy of a compressed one."""
         if self._is_compressed:
             return self._inner.get_unscaled_state(self._stepped, _held_name(name)).float()
@@ -138,13 +139,13 @@ class OwnPart:
             return self._stepped.detach()
         return self._inner.state[self._stepped][name]
 
-    def room(self, name: str) -> torch.Tensor:
+    def room(self, name: str) -> Tensor:
         """A flat tensor to read one of STATES into: the optimizer's own, or a new one, which `take` then reads."""
         if self._is_compressed:
             return torch.empty(self.end - self.start)
         return self.state(name)
 
-    def take(self, name: str, room: torch.Tensor) -> None:
+    def take(self, name: str, room: Tensor) -> None:
         """Go on from what was read into `room`."""
         if self._is_compressed:
             held = self._inner.get_unscaled_state(self._stepped, _held_name(name))
@@ -156,7 +157,7 @@ class OwnPart:
         return self.optimizer.optimizer
 
     @property
-    def _stepped(self) -> torch.Tensor:
+    def _stepped(self) -> Tensor:
         """What it steps on in the parameter's place."""
         group, place = self.optimizer.model_param_group_index_map[self.param]
         return self._inner.param_groups[group]["params"][place]
@@ -175,12 +176,10 @@ def _held_name(name: str) -> str:
     return name
 
 
-def own_parts(
-    optimizer: ChainedOptimizer, weights: Sequence[Weight]
-) -> dict[torch.Tensor, OwnPart]:
+def own_parts(optimizer: ChainedOptimizer, weights: Sequence[Weight]) -> dict[Tensor, OwnPart]:
     """By parameter, this rank's part of everything that is trained; collective."""
     mains = {weight.param for weight in weights if weight.is_main}
-    parts: dict[torch.Tensor, OwnPart] = {}
+    parts: dict[Tensor, OwnPart] = {}
     for chained in stepping(optimizer):
         params = [param for buffer in chained.buffers for param in buffer.param_index_map]
         # the ranks that share an optimizer hold all of its parameters' state: where one has the main replica, all write
@@ -195,7 +194,7 @@ def own_parts(
     return parts
 
 
-def _ranges(chained: Any) -> dict[torch.Tensor, tuple[int, int]]:
+def _ranges(chained: Any) -> dict[Tensor, tuple[int, int]]:
     """By parameter, the first and last element that this rank steps on."""
     buckets = [
         bucket
@@ -215,7 +214,7 @@ class SavedBox:
     """A box that this rank writes. stored: its place, without memory; values: its tensor, on whatever device."""
 
     stored: ShardedTensor
-    values: Callable[[], torch.Tensor]
+    values: Callable[[], Tensor]
 
     @property
     def place(self) -> tuple[str, tuple[int, ...]]:
@@ -223,9 +222,7 @@ class SavedBox:
         return self.stored.key, self.stored.global_offset
 
 
-def saved_boxes(
-    weights: Sequence[Weight], parts: Mapping[torch.Tensor, OwnPart]
-) -> Iterator[SavedBox]:
+def saved_boxes(weights: Sequence[Weight], parts: Mapping[Tensor, OwnPart]) -> Iterator[SavedBox]:
     """Everything that this rank writes. parts: as of `own_parts`."""
     for weight in weights:
         for name, held in _written(weight, parts.get(weight.param)):
@@ -259,7 +256,7 @@ def loaded_weights(weights: Sequence[Weight]) -> Iterator[ShardedTensor]:
 
 
 def loaded_states(
-    weights: Sequence[Weight], parts: Mapping[torch.Tensor, OwnPart]
+    weights: Sequence[Weight], parts: Mapping[Tensor, OwnPart]
 ) -> tuple[list[ShardedTensor], Callable[[], None]]:
     """The boxes in which the state of this rank's parts is read; and what is to be called once they are."""
     rooms = {
@@ -275,7 +272,7 @@ def loaded_states(
             if room is None:
                 continue
             part = parts[weight.param]
-            held = Elements(part.start, part.end, room.dtype, partial(torch.Tensor.view, room, -1))
+            held = Elements(part.start, part.end, room.dtype, partial(Tensor.view, room, -1))
             stored += _read(weight, _state_name(state, weight.shard.key), held)
 
     def take() -> None:

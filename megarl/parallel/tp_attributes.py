@@ -8,17 +8,16 @@ that each rank would count them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
-
-import torch
 
 from megarl.model.lora_pairs import is_factor
 from megarl.parallel.param_names import named_parameters
+from megarl.types.tensors import ModelChunks
 
 
 def set_tp_attributes(
-    chunks: Sequence[torch.nn.Module], tp_split_params: Collection[str], sequence_parallel: bool
+    chunks: ModelChunks, tp_split_params: Collection[str], sequence_parallel: bool
 ) -> None:
     """Set the attributes of a rank's weights, not of the factors of adapters; call it before DDP wraps the chunks.
 

@@ -10,6 +10,7 @@ from megarl.model.quantisation import FP8_TILE
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import divisors, nearest
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, listed
 
 # on CPU SGLang needs a multiple of it for each rank's slice of an MLP's or expert's width
 CPU_FFN_MULTIPLE = 32
@@ -85,9 +86,9 @@ class EngineLayout:
             if not any(slot in slots for slot in range(first, first + self.tp))
         ]
 
-    def errors(self, shape: ModelShape, gpus: int) -> list[UserError]:
+    @listed
+    def errors(self, shape: ModelShape, gpus: int) -> ErrorIterator:
         """Errors of sizes that the engines do not divide, in the model, on the GPUs and, with fp8, in tiles."""
-        errors = []
         if self.end > gpus:
             problem = (
                 f"{self.count} engines of {self.tp} ranks end at GPU {self.end}, there are {gpus}"
@@ -97,28 +98,29 @@ class EngineLayout:
                 hint = f"set it to {fits}"
             else:
                 hint = f"set rollout.engine.tp to at most {gpus - self.first}"
-            errors.append(UserError("rollout.engine.count", problem, hint))
+            yield UserError("rollout.engine.count", problem, hint)
         for key, size in (("ep", self.ep), ("dp", self.dp)):
             if self.tp % size:
                 hint = f"set rollout.engine.{key} to {nearest(size, divisors(self.tp))}"
                 problem = f"{size} does not divide rollout.engine.tp ({self.tp})"
-                errors.append(UserError(f"rollout.engine.{key}", problem, hint))
-        errors += self._dp_errors() + self._draft_errors(shape)
+                yield UserError(f"rollout.engine.{key}", problem, hint)
+        yield from self._dp_errors()
+        yield from self._draft_errors(shape)
         if self.dp > 1 and not shape.num_experts:
             problem = f"{self.dp}: SGLang has DP attention for models with experts alone"
-            errors.append(UserError("rollout.engine.dp", problem, "set rollout.engine.dp to 1"))
+            yield UserError("rollout.engine.dp", problem, "set rollout.engine.dp to 1")
         if shape.num_experts % self.ep:
             valid = [ep for ep in divisors(self.tp) if shape.num_experts % ep == 0]
             hint = f"set rollout.engine.ep to {nearest(self.ep, valid)}"
             problem = f"{self.ep} does not divide the experts ({shape.num_experts})"
-            errors.append(UserError("rollout.engine.ep", problem, hint))
+            yield UserError("rollout.engine.ep", problem, hint)
         if self.tp % self.ep or self.tp % self.dp:
-            return errors
-        return errors + self._model_errors(shape)
+            return
+        yield from self._model_errors(shape)
 
-    def _dp_errors(self) -> list[UserError]:
+    @listed
+    def _dp_errors(self) -> ErrorIterator:
         """Errors of what SGLang has for DP attention alone, and of DeepEP."""
-        errors = []
         keys = (
             ("dense", "whole", "cut", self.whole_dense),
             ("head", "group", "engine", self.group_head),
@@ -127,12 +129,11 @@ class EngineLayout:
             if is_set and self.dp == 1:
                 problem = f"{value} needs DP attention, and rollout.engine.dp is 1"
                 hint = f"set rollout.engine.{key} to {other}, or dp to 2 or more"
-                errors.append(UserError(f"rollout.engine.{key}", problem, hint))
+                yield UserError(f"rollout.engine.{key}", problem, hint)
         if self.deepep and (self.ep != self.tp or not self.whole_dense):
             problem = "deepep needs DP attention, whole dense layers, and experts that are not split inside"
             hint = f"set rollout.engine.ep to {self.tp}, dp to 2 or more and dense to whole, or experts to gather"
-            errors.append(UserError("rollout.engine.experts", problem, hint))
-        return errors
+            yield UserError("rollout.engine.experts", problem, hint)
 
     def _draft_errors(self, shape: ModelShape) -> list[UserError]:
         """A model that SGLang cannot draft for: it needs one multi-token prediction (MTP) layer, with experts."""
@@ -232,31 +233,27 @@ class EngineLayout:
             UserError("rollout.engine.tp", problem, f"set it to {nearest(self.tp, divisors(rows))}")
         ]
 
-    def cpu_errors(self, shape: ModelShape) -> list[UserError]:
+    @listed
+    def cpu_errors(self, shape: ModelShape) -> ErrorIterator:
         """Errors on CPU: sizes that SGLang would pad (update_config.py), which no checkpoint has weights for."""
-        errors = []
         if shape.mla:
             kv_heads = shape.num_heads
         else:
             kv_heads = shape.num_kv_heads
         if self.fp8:
             problem = "SGLang's kernels for fp8 weights need a GPU"
-            errors.append(
-                UserError("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false")
-            )
+            yield UserError("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false")
         if self.deepep:
-            errors.append(
-                UserError("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather")
-            )
+            yield UserError("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather")
         if self.draft:
             problem = (
                 f"{self.draft}, but on CPU SGLang verifies drafts greedily whatever the temperature"
             )
-            errors.append(UserError("rollout.engine.draft", problem, "set it to 0"))
+            yield UserError("rollout.engine.draft", problem, "set it to 0")
         if kv_heads % self.tp:
             problem = f"{self.tp} does not divide the key/value heads ({kv_heads}), which an engine on CPU needs"
             hint = f"set rollout.engine.tp to {nearest(self.tp, divisors(kv_heads))}"
-            errors.append(UserError("rollout.engine.tp", problem, hint))
+            yield UserError("rollout.engine.tp", problem, hint)
         widths = {
             width: what for width, _, what in self._widths(shape) if what != "the shared experts"
         }
@@ -265,5 +262,4 @@ class EngineLayout:
                 valid = [d for d in divisors(width) if width % (d * CPU_FFN_MULTIPLE) == 0]
                 problem = f"the width {width} of {what} over {self.tp} is not a multiple of 32, as it must be on CPU"
                 hint = f"set rollout.engine.tp to {nearest(self.tp, valid)}, or use a model with wider layers"
-                errors.append(UserError("rollout.engine.tp", problem, hint))
-        return errors
+                yield UserError("rollout.engine.tp", problem, hint)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megarl.model.shape import ModelShape
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, listed
 
 
 def divisors(number: int) -> list[int]:
@@ -198,19 +199,18 @@ class TrainLayout:
         hint = f"set train.pp to {nearest(self.pp, valid or divisors(layers))}"
         return [UserError("train.pp", problem, hint if valid else f"{hint} and train.vpp to 1")]
 
-    def _expert_errors(self, shape: ModelShape) -> list[UserError]:
-        errors = []
+    @listed
+    def _expert_errors(self, shape: ModelShape) -> ErrorIterator:
         problem = self._ep_problem(shape)
         if problem:
-            errors.append(UserError("train.ep", problem, self._ep_hint(shape)))
+            yield UserError("train.ep", problem, self._ep_hint(shape))
         if self.ep == 1 and self.etp != self.tp:
             problem = f"{self.etp} with train.ep 1: Megatron sums the experts' gradients as if it were train.tp"
-            errors.append(UserError("train.etp", problem, f"set train.etp to {self.tp}"))
+            yield UserError("train.etp", problem, f"set train.etp to {self.tp}")
         elif self.ep > 1 and shape.moe_ffn_size % self.etp:
             problem = f"{self.etp} does not divide the experts' width ({shape.moe_ffn_size})"
             hint = f"set train.etp to {nearest(self.etp, divisors(shape.moe_ffn_size))}"
-            errors.append(UserError("train.etp", problem, hint))
-        return errors
+            yield UserError("train.etp", problem, hint)
 
     def _ep_hint(self, shape: ModelShape) -> str:
         sizes = divisors(shape.num_experts)

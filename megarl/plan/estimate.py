@@ -21,7 +21,7 @@ from megarl.plan.candidates import Overlay
 from megarl.plan.engine_simulation import GroupLimits
 from megarl.plan.fit import HOST, lacking
 from megarl.plan.layer_sizes import LayerSizes, composed
-from megarl.plan.model_size import ModelSize, resized
+from megarl.plan.model_size import ModelSize, ModelSizes, resized
 from megarl.plan.phase_memory import MemoryPlan, least_training_bytes, plan_memory
 from megarl.plan.rollout_time import RolloutTime, rough_rollout_s
 from megarl.plan.run_plan import engine_speed, group_limits, rollout_of
@@ -56,7 +56,7 @@ class Estimate:
 
     overlay: Overlay
     roles: Roles
-    sizes: Mapping[RoleName, ModelSize]
+    sizes: ModelSizes
     shares: Mapping[RoleName, RankWork]
     memory: MemoryPlan
     estimator: Estimator
@@ -106,7 +106,7 @@ class Estimator:
     recipe: Recipe
     hardware: Hardware
     samples: Samples
-    sizes: Mapping[RoleName, ModelSize]
+    sizes: ModelSizes
     parts: Mapping[tuple[RoleName, int], LayerSizes] = field(default_factory=dict)
     _shares: dict[tuple[object, ...], RankWork] = field(default_factory=dict)
     _rollouts: dict[tuple[EngineLayout, GroupLimits], RolloutTime] = field(default_factory=dict)

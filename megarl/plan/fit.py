@@ -11,9 +11,9 @@ from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.model.shape import ModelShape
-from megarl.placement.roles import RoleName, Roles, engine_layout, resolve
+from megarl.placement.roles import Roles, engine_layout, resolve
 from megarl.placement.train_layout import divisors
-from megarl.plan.model_size import ModelSize, resized, sizes_of
+from megarl.plan.model_size import ModelSizes, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, MemoryPlan
 from megarl.plan.step_time import StepTime
 from megarl.preflight.layout_checks import engine_errors, node_errors, slot_errors
@@ -41,7 +41,7 @@ _NUM_TRIED = 3  # numbers of attention groups: each costs a count of the memory 
 _WORTH_IT = 0.95  # of a step's seconds now; less than that is inside the estimate's own error
 
 _Values = dict[str, Any]  # by dotted key
-Count = Callable[[Recipe, Mapping[RoleName, ModelSize]], MemoryPlan]
+Count = Callable[[Recipe, ModelSizes], MemoryPlan]
 TryEngines = Callable[[Recipe], tuple[MemoryPlan, StepTime]]
 
 
@@ -89,9 +89,7 @@ class _Change:
         return self.memory.kv.concurrency_mean / self.memory.kv.wanted
 
 
-def with_errors(
-    recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], count: Count
-) -> MemoryPlan:
+def with_errors(recipe: Recipe, hardware: Hardware, sizes: ModelSizes, count: Count) -> MemoryPlan:
     """The recipe's memory, with an error for each phase that does not fit. count: the memory of a recipe.
 
     Changes are tried by counting the memory again. Those that need models to be built again are tried only where no

@@ -17,7 +17,7 @@ from megarl.model.shape import ModelShape
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.roles import Role, RoleName, train_layout
 from megarl.placement.train_layout import TrainLayout
-from megarl.plan.model_size import ModelSize, sizes_of
+from megarl.plan.model_size import ModelSize, ModelSizes, sizes_of
 
 _NOTHING = ChunkSize(0, 0, 0, 0, 0)
 
@@ -87,7 +87,7 @@ def layer_sizes(
 
 
 def composed(
-    known: Mapping[RoleName, ModelSize],
+    known: ModelSizes,
     models: Mapping[RoleName, Role],
     parts: Mapping[tuple[RoleName, int], LayerSizes],
 ) -> dict[RoleName, ModelSize]:

@@ -18,6 +18,7 @@ from megarl.placement.roles import Role, RoleName, resolve
 from megarl.plan.adapter_sizes import Stages, adapter_parameters, with_adapters
 from megarl.resharding.routes import item_bytes
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 _TIMEOUT_S = 300.0
 
@@ -98,6 +99,9 @@ class ModelSize(Role):
         return [self.slots[start : start + width] for start in starts]
 
 
+ModelSizes = Mapping[RoleName, ModelSize]
+
+
 def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:
     """Every model of a recipe. Raises UserError if Megatron cannot build one; its layouts must have no error."""
     return sizes_of([resolve(recipe).models], whole=True)[0]
@@ -124,7 +128,7 @@ def sizes_of(
 
 
 def resized(
-    sizes: Mapping[RoleName, ModelSize], changed: Mapping[RoleName, Role]
+    sizes: ModelSizes, changed: Mapping[RoleName, Role]
 ) -> dict[RoleName, ModelSize] | None:
     """The sizes for changed ranks that hold the same amount as those of `sizes`; None: a model has to be built."""
     if any(
@@ -142,12 +146,12 @@ def _kind(role: Role) -> tuple[Any, ...]:
     return (model.path, model.dtype, bool(role.recipe.train.mtp_loss), role.has_scores, *axes)
 
 
-def _size(role: Role, answer: dict[str, Any]) -> ModelSize:
+def _size(role: Role, answer: JsonObject) -> ModelSize:
     chunks = tuple(tuple(ChunkSize(**chunk) for chunk in stage) for stage in answer["stages"])
     return ModelSize.of(role, chunks, **answer.get("whole", {}))
 
 
-def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _built(requests: Sequence[JsonObject]) -> list[JsonObject]:
     """The answers of `megarl.parallel.meta`. Raises UserError where Megatron cannot build a model."""
     answers = _asked(requests)
     for answer in answers:
@@ -156,7 +160,7 @@ def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return answers
 
 
-def _asked(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _asked(requests: Sequence[JsonObject]) -> list[JsonObject]:
     """`megarl.parallel.meta` runs as a subprocess because Megatron keeps global state."""
     path = os.pathsep.join(
         filter(None, [str(Path(megarl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

@@ -41,7 +41,7 @@ from megarl.plan.engine_memory import (
     weight_bytes,
 )
 from megarl.plan.memory_parts import Parts
-from megarl.plan.model_size import ModelSize
+from megarl.plan.model_size import ModelSize, ModelSizes
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.turns import tools_bytes
 from megarl.rollout.sglang.batch_sizes import step_sequences
@@ -97,7 +97,7 @@ class MemoryPlan:
 def plan_memory(
     recipe: Recipe,
     hardware: Hardware,
-    sizes: Mapping[RoleName, ModelSize],
+    sizes: ModelSizes,
     samples: Samples,
     micro_batches: int,
 ) -> MemoryPlan:
@@ -121,7 +121,7 @@ def plan_memory(
     )
 
 
-def least_training_bytes(sizes: Mapping[RoleName, ModelSize], micro_batches: int) -> int:
+def least_training_bytes(sizes: ModelSizes, micro_batches: int) -> int:
     """A lower bound of what the fullest GPU holds while a model learns: that model's rank alone."""
     trained = [size for size in sizes.values() if size.trains]
     ranks = [
@@ -158,7 +158,7 @@ class _SlotMemory:
         self,
         recipe: Recipe,
         hardware: Hardware,
-        sizes: Mapping[RoleName, ModelSize],
+        sizes: ModelSizes,
         micro_batches: int,
     ) -> None:
         self.recipe = recipe

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -19,6 +18,7 @@ from megarl.plan.model_size import ModelSize
 from megarl.plan.phased_rollout import PhasedRollout
 from megarl.plan.run_plan import RunPlan, Slot
 from megarl.printable import printable
+from megarl.types.json_objects import JsonObject
 
 _PLAIN_WIDTH = 130  # of a file or a pipe, where rich would otherwise fold lines at 80
 _HEADS = {"activations": "activa-\ntions", "optimizer": "opti-\nmizer"}
@@ -356,7 +356,7 @@ def rendered(shows: Callable[[Console], None]) -> str:
     return capture.get().rstrip("\n")
 
 
-def plan_json(plan: RunPlan) -> dict[str, Any]:
+def plan_json(plan: RunPlan) -> JsonObject:
     """Values of json's own types alone; docs/plan.md lists the keys."""
     samples = plan.samples
     policy = plan.sizes["policy"]
@@ -405,7 +405,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _episodes_json(plan: RunPlan) -> dict[str, Any]:
+def _episodes_json(plan: RunPlan) -> JsonObject:
     load = plan.tool_load
     rollout_s = plan.rollout.total_s
     tools = None
@@ -417,13 +417,13 @@ def _episodes_json(plan: RunPlan) -> dict[str, Any]:
     return asdict(plan.samples.turns) | {"tools": tools}
 
 
-def _phases_json(phases: PhasedRollout) -> dict[str, Any]:
+def _phases_json(phases: PhasedRollout) -> JsonObject:
     values = asdict(phases)
     del values["time"]  # it is `rollout`
     return values
 
 
-def _slot_json(slot: Slot) -> dict[str, Any]:
+def _slot_json(slot: Slot) -> JsonObject:
     values = asdict(slot)
     ranks = values.pop("ranks")
     return values | ranks

@@ -18,7 +18,7 @@ from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import settings_of, weight_bytes
 from megarl.plan.engine_simulation import CLIPPED, GroupLimits
 from megarl.plan.fit import cache_advice, lacking, with_errors
-from megarl.plan.model_size import ModelSize, sizes_of
+from megarl.plan.model_size import ModelSizes, sizes_of
 from megarl.plan.phase_advice import TriedPhases, phase_advice
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
 from megarl.plan.phased_rollout import PhasedRollout, phased_rollout
@@ -30,6 +30,7 @@ from megarl.preflight.checks_by_command import plan_errors
 from megarl.preflight.model_checks import stand_ins
 from megarl.rollout.sglang.batch_sizes import limit_of
 from megarl.types import UserError, UserErrors
+from megarl.types.listed import ErrorIterator, listed
 
 # samples of a step; assigning them takes seconds, and four times as many a minute or more
 MOST_SAMPLES = 2**16
@@ -58,7 +59,7 @@ class RunPlan:
     recipe: Recipe
     hardware: Hardware
     response_share: float
-    sizes: Mapping[RoleName, ModelSize]
+    sizes: ModelSizes
     engine: EngineLayout
     slots: tuple[Slot, ...]
     memory: MemoryPlan
@@ -121,7 +122,7 @@ def make_plan(
     recipe: Recipe,
     hardware: Hardware,
     response_share: float = MEAN_RESPONSE_SHARE,
-    sizes: Mapping[RoleName, ModelSize] | None = None,
+    sizes: ModelSizes | None = None,
 ) -> RunPlan:
     """Plan a recipe. Raises UserErrors where keys or layouts are wrong; memory that does not fit is in the plan.
 
@@ -178,12 +179,12 @@ class _Tries:
     """Recipes with other engines or phases, and the same training. others: a step's seconds without its rollout."""
 
     hardware: Hardware
-    sizes: Mapping[RoleName, ModelSize]
+    sizes: ModelSizes
     samples: Samples
     micro_batches: int
     others: StepTime
 
-    def memory(self, changed: Recipe, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
+    def memory(self, changed: Recipe, sizes: ModelSizes) -> MemoryPlan:
         return plan_memory(changed, self.hardware, sizes, self.samples, self.micro_batches)
 
     def phases(self, changed: Recipe) -> TriedPhases | None:
@@ -200,9 +201,9 @@ class _Tries:
         )
 
 
-def size_errors(recipe: Recipe) -> list[UserError]:
+@listed
+def size_errors(recipe: Recipe) -> ErrorIterator:
     """Sizes with which a plan would take hours: it assigns every sample to a micro-batch, and places every GPU."""
-    errors = []
     of_prompt = recipe.rollout.samples_per_prompt
     samples = recipe.rollout.prompts_per_step * of_prompt
     if samples > MOST_SAMPLES:
@@ -210,16 +211,13 @@ def size_errors(recipe: Recipe) -> list[UserError]:
         problem = f"a plan has at most {MOST_SAMPLES:,} samples a step, and {these}"
         most_prompts = max(1, MOST_SAMPLES // of_prompt)
         hint = f"set it to at most {most_prompts}: time grows with it in proportion"
-        errors.append(UserError("rollout.prompts_per_step", problem, hint))
+        yield UserError("rollout.prompts_per_step", problem, hint)
     if recipe.placement.gpus > MOST_GPUS:
         problem = f"a plan has at most {MOST_GPUS:,} GPUs, and these are {recipe.placement.gpus:,}"
-        errors.append(UserError("placement.gpus", problem, f"set it to at most {MOST_GPUS}"))
-    return errors
+        yield UserError("placement.gpus", problem, f"set it to at most {MOST_GPUS}")
 
 
-def slot_map(
-    recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: EngineLayout
-) -> tuple[Slot, ...]:
+def slot_map(recipe: Recipe, sizes: ModelSizes, engine: EngineLayout) -> tuple[Slot, ...]:
     """Every slot in order."""
     slots = []
     for slot in range(recipe.placement.gpus):

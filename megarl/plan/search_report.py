@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console, RenderableType
 
@@ -12,6 +11,7 @@ from megarl.plan.estimate import Need, needs_of
 from megarl.plan.layout_search import SearchResult
 from megarl.plan.report import amount, empty_table, engines, parallel_sizes, rendered, text, title
 from megarl.plan.run_plan import RunPlan
+from megarl.types.json_objects import JsonObject
 
 _NEEDS: Mapping[Need, str] = {
     "fp8": "fp8, TIS",
@@ -123,7 +123,7 @@ def _train_words(plan: RunPlan) -> str:
     return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} recomputed"
 
 
-def search_json(result: SearchResult) -> dict[str, Any]:
+def search_json(result: SearchResult) -> JsonObject:
     """Values of json's own types alone; docs/plan.md lists the keys."""
     recipe_row = _row_json(result.own)
     rows = [_row_json(row.plan) | {"overlay": row.overlay} for row in result.found]
@@ -131,7 +131,7 @@ def search_json(result: SearchResult) -> dict[str, Any]:
     return {"side": result.side, **tried, "own": recipe_row, "found": rows}
 
 
-def _row_json(plan: RunPlan) -> dict[str, Any]:
+def _row_json(plan: RunPlan) -> JsonObject:
     memory = plan.memory
     return {
         "needs": sorted(needs_of(plan.recipe)),

@@ -16,7 +16,7 @@ from megarl.config.hardware import Hardware
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
-from megarl.plan.model_size import ModelSize
+from megarl.plan.model_size import ModelSize, ModelSizes
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.rollout_time import RolloutTime
 from megarl.training.flops import TRAIN_OVER_FORWARD, total_forward_flops
@@ -181,7 +181,7 @@ class ComputingModel:
 def step_times(
     roles: Roles,
     hardware: Hardware,
-    sizes: Mapping[RoleName, ModelSize],
+    sizes: ModelSizes,
     shares: Mapping[RoleName, RankWork],
     samples: Samples,
     reshard_s: float,

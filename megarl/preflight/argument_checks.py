@@ -8,10 +8,10 @@ from megarl.algos import ALGORITHMS
 from megarl.config import EngineConfig, Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
 from megarl.placement.roles import Roles
-from megarl.preflight.listed import ErrorIterator, listed
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_errors
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, listed
 
 # any name: it is looked up where the weights arrive
 _LOADER = "megarl.rollout.sglang.scheduler:load"

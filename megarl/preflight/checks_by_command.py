@@ -41,7 +41,6 @@ from megarl.preflight.layout_checks import (
     slot_errors,
 )
 from megarl.preflight.limit_checks import limit_errors, secret_errors
-from megarl.preflight.listed import ErrorIterator, Errors
 from megarl.preflight.lora_checks import adapter_errors, cpu_errors, lora_errors, sharing_errors
 from megarl.preflight.machine_checks import attention_errors, cluster_errors
 from megarl.preflight.model_checks import (
@@ -59,6 +58,7 @@ from megarl.rollout.sglang.drafts import draft_errors
 from megarl.samples.parquet import SampleFile, open_samples
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, UserError, UserErrors
+from megarl.types.listed import ErrorIterator, Errors
 
 Command = Literal["train", "dry run", "plan", "rollout", "train from samples", "convert"]
 

@@ -14,10 +14,10 @@ from megarl.data.prompts import vocabulary_errors
 from megarl.data.tokens import TokenCache, Tokens, cached_tokens, tokenise
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles
-from megarl.preflight.listed import ErrorIterator, listed
 from megarl.samples.parquet import SampleFile
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, SampleGroup, UserError
+from megarl.types.listed import ErrorIterator, listed
 
 
 @listed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,9 @@ from megarl.episodes.template_check import TemplateFacts
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.model.hf_config import end_token_ids
-from megarl.preflight.listed import ErrorIterator, listed
 from megarl.types import Prompt, UserError
+from megarl.types.json_objects import ToolSchema
+from megarl.types.listed import ErrorIterator, listed
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class EpisodeRead:
     None where the tokenizer could not be loaded.
     """
 
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[ToolSchema] = ()
     has_reward: bool | None = False
     notes: Sequence[str] = ()
     errors: list[UserError] = field(default_factory=list)
@@ -125,7 +126,7 @@ def demonstration_errors(
         )
 
 
-def _summary(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
+def _summary(recipe: Recipe, schemas: Sequence[ToolSchema]) -> str:
     """What answers the model, and how far an episode goes."""
     episode = recipe.episode
     assert episode

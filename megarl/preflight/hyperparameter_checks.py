@@ -7,9 +7,9 @@ from dataclasses import fields
 from megarl.algos import ALGORITHMS, has_critic, hyperparameters_of, learns_from_answers
 from megarl.algos.rollout_correction import bounds
 from megarl.config import Recipe
-from megarl.preflight.listed import ErrorIterator, listed
 from megarl.spelling import did_you_mean, near
 from megarl.types import Hyperparameters, UserError
+from megarl.types.listed import ErrorIterator, listed
 
 _OF_VALUES = ("gae_lambda", "critic_lambda", "lambda_alpha", "value_clip")
 _OF_SAMPLING = ("oversample", "max_rounds", "when_short")

@@ -12,12 +12,12 @@ from megarl.model.quantisation import FP8_TILE
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles
 from megarl.placement.train_layout import divisors, nearest
-from megarl.preflight.listed import ErrorIterator, Errors, listed
 from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import least_round_bytes
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, Errors, listed
 
 
 def layout_errors(roles: Roles, device: str) -> Errors:

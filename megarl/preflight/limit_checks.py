@@ -8,9 +8,9 @@ from pathlib import Path
 from megarl.config import PlacementConfig, Recipe, RunConfig
 from megarl.config.hardware import load_hardware
 from megarl.disk import is_writable
-from megarl.preflight.listed import ErrorIterator, listed
 from megarl.tracking.secrets import secrets_in
 from megarl.types import UserError, UserErrors
+from megarl.types.listed import ErrorIterator, listed
 
 _MOST_SAMPLES = 2**24  # of a step: the controller holds a summary of each
 _LONGEST_FOLDER = 3500  # bytes of a path, of which Linux takes 4095

@@ -9,10 +9,10 @@ from megarl.config import EngineConfig, Recipe
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles, trains_merged
-from megarl.preflight.listed import ErrorIterator, Errors, listed
 from megarl.resharding.lora_map import TARGETS, targets_of
 from megarl.resharding.lora_slots import MLP, modules, unknown_modules
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, Errors, listed
 
 _MERGED = "set lora.sync to merged"
 # Of train.megatron: options under which a layer's input or output has another parallel state, or that were not tried.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.config import PlacementConfig
-from megarl.preflight.listed import ErrorIterator, listed
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, listed
 
 _ADDRESS = "RAY_ADDRESS"
 _TOKEN = "RAY_AUTH_TOKEN"

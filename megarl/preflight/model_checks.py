@@ -19,8 +19,8 @@ from megarl.model.tokenizer import (
     token_outside_vocabulary,
 )
 from megarl.placement.roles import Role, Roles
-from megarl.preflight.listed import ErrorIterator, Errors, listed
 from megarl.types import Prompt, UserError
+from megarl.types.listed import ErrorIterator, Errors, listed
 
 # positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short
 _SPARE_CONTEXT = 2

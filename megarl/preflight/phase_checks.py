@@ -9,8 +9,8 @@ from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.algos.rollout_correction import bounds
 from megarl.config import Recipe
 from megarl.placement.roles import Roles
-from megarl.preflight.listed import ErrorIterator, listed
 from megarl.types import Hyperparameters, UserError
+from megarl.types.listed import ErrorIterator, listed
 
 # By algorithm.rollout_correction of whole samples: the hyperparameters that bound it, and what its default bounds do to
 # samples with tokens of earlier policies.

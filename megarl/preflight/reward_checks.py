@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megarl.config import Recipe, RewardConfig
 from megarl.isolation.http_service import url_errors
 from megarl.isolation.sandbox import sandbox_errors
-from megarl.preflight.listed import ErrorIterator, listed
 from megarl.rollout.reward_workers.by_source import DEFAULT, RewardWorkers, reward_specs, source_of
 from megarl.rollout.reward_workers.reward_process import RewardSpec
 from megarl.rollout.rewards import SANDBOX_HINT, WHERE, describe_failure
 from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserError, episode_dict
+from megarl.types.json_objects import JsonObject
+from megarl.types.listed import ErrorIterator, listed
 from megarl.types.reward_result import REWARD_HINT, Failure
 
 _CODE = "megarl.rollout.rewards.code:score"
@@ -125,7 +125,7 @@ def _own_errors(spec: RewardSpec) -> ErrorIterator:
         )
 
 
-def _episode(response: str) -> dict[str, Any]:
+def _episode(response: str) -> JsonObject:
     """An episode in which the model called nothing and gave this response."""
     turn: TranscriptEntry = {"role": "assistant", "text": response, "calls": [], "reward": 0.0}
     return episode_dict(EpisodeFacts(1, 0, 0, 0.0, "answered", 0), [turn])

@@ -20,13 +20,15 @@ adapter slots in the attributes `_BUFFERS`; the number of ours is left on the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from megarl.model.quantisation import FP8_TILE
 from megarl.resharding.sglang_map import DRAFT
 from megarl.resharding.shards import LayoutError
+from megarl.types.tensors import ModelChunks
 
 _OTHER_BACKEND = "set rollout.engine.sglang.moe_runner_backend to triton"
 # A flag of a MoE layer or its quantisation that means another order of the experts' weights -> the hint.
@@ -53,7 +55,7 @@ _BUFFERS = {  # attributes of a wrapper -> what a slot's name has after that of 
 }
 
 
-def joined(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
+def joined(models: ModelChunks) -> torch.nn.Module:
     """The target model, or with a draft model one module of both.
 
     There the draft's parameters have names that begin with DRAFT, but for those that it shares with the target.
@@ -69,7 +71,7 @@ def joined(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
     return whole
 
 
-def draft_error(models: Sequence[torch.nn.Module]) -> LayoutError | None:
+def draft_error(models: ModelChunks) -> LayoutError | None:
     """The reason why a draft model cannot be written together with its target; else None."""
     target, *drafts = models
     shared = {id(tensor) for tensor in target.buffers()}
@@ -82,16 +84,15 @@ def draft_error(models: Sequence[torch.nn.Module]) -> LayoutError | None:
     return None
 
 
-def params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def params(model: torch.nn.Module) -> dict[str, Tensor]:
     """The weights, without a tied lm_head, which is the embedding. No buffer of these families is a weight.
 
     Those of wrapped layers have the names that they have without a wrapper.
     """
-    named = ((_unwrapped(name), param) for name, param in model.named_parameters())
-    return {name: param for name, param in named if not _is_constant(name, param)}
+    return {name: param for name, param in _named(model) if not _is_constant(name, param)}
 
 
-def adapter_slots(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def adapter_slots(model: torch.nn.Module) -> dict[str, Tensor]:
     """The tensors of our adapter's slot, by the names that lora_slots.py gives them.
 
     Raises LayoutError where the engine has none.
@@ -103,11 +104,11 @@ def adapter_slots(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         f"{name}.{leaf}": getattr(module, attribute)[number]
         for name, module in model.named_modules()
         for attribute, leaf in _BUFFERS.items()
-        if isinstance(getattr(module, attribute, None), torch.Tensor)
+        if isinstance(getattr(module, attribute, None), Tensor)
     }
 
 
-def copied(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+def copied(models: ModelChunks) -> dict[str, Tensor]:
     """What engines of equal layout have in common: the weights of all models, and the slot of our adapter."""
     tensors = params(joined(models))
     if hasattr(models[0], SLOT_NUMBER):
@@ -115,17 +116,18 @@ def copied(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _unwrapped(name: str) -> str:
-    return name.replace(f".{_WRAPPED}.", ".")
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, those of wrapped layers by the names that they have without a wrapper."""
+    for name, param in model.named_parameters():
+        yield name.replace(f".{_WRAPPED}.", "."), param
 
 
-def constants(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def constants(model: torch.nn.Module) -> dict[str, Tensor]:
     """The scalar scales of the KV cache, which are no weights and must be 1."""
-    named = ((_unwrapped(name), param) for name, param in model.named_parameters())
-    return {name: param for name, param in named if _is_constant(name, param)}
+    return {name: param for name, param in _named(model) if _is_constant(name, param)}
 
 
-def _is_constant(name: str, param: torch.Tensor) -> bool:
+def _is_constant(name: str, param: Tensor) -> bool:
     return name.rpartition(".")[2] in _CACHE_SCALES and param.dim() == 0
 
 
@@ -196,12 +198,10 @@ def derived_errors(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def _derived(
-    name: str, attention: torch.nn.Module
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def _derived(name: str, attention: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, actual tensor, expected tensor) of w_kc [heads, nope, rank] and w_vc [heads, rank, v]."""
     w_kc, w_vc = (getattr(attention, attribute, None) for attribute in ("w_kc", "w_vc"))
-    if not isinstance(w_kc, torch.Tensor) or not isinstance(w_vc, torch.Tensor):
+    if not isinstance(w_kc, Tensor) or not isinstance(w_vc, Tensor):
         return
     nope_dim = w_kc.shape[1]
     v_dim = w_vc.shape[2]
@@ -211,7 +211,7 @@ def _derived(
     yield f"{name}.w_vc", w_vc, heads[:, nope_dim:].transpose(1, 2)
 
 
-def _plain_weight(linear: torch.nn.Module) -> torch.Tensor:
+def _plain_weight(linear: torch.nn.Module) -> Tensor:
     """The weight [rows, columns]; fp8 tiles are dequantised to bfloat16, as SGLang does."""
     weight = linear.get_parameter("weight")
     if weight.dtype != torch.float8_e4m3fn:

@@ -6,12 +6,13 @@ or strided copies are packed. While the messages of a round are on the wire, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.device import BACKEND, DEVICE
 from megarl.model.quantisation import FP8_TILE
@@ -24,11 +25,12 @@ from megarl.resharding.reshard_plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, shape_as_stack, views
 from megarl.resharding.transport import PeerCheck, batch, settle, wait
+from megarl.types.tensors import NamedTensors
 
-Params = Mapping[str, torch.Tensor]
+Params = NamedTensors
 Computed = MergedBox | ScaledBox
 # at the sender: elements, or what they are computed from
-Source = Sequence[torch.Tensor] | Sequence[Computed]
+Source = Sequence[Tensor] | Sequence[Computed]
 Transform = Merge | Scaling  # of the parameters of a training rank with adapters, to what is sent
 
 # From this size on a message of its own costs less than packing: measured over gloo on loopback; with NCCL a launch
@@ -89,7 +91,7 @@ class SendBuffer(NamedTuple):
 
     peer: int
     num_bytes: int
-    direct: torch.Tensor | None
+    direct: Tensor | None
     pieces: tuple[tuple[Piece, Source], ...]
 
     @property
@@ -98,7 +100,7 @@ class SendBuffer(NamedTuple):
             return 0
         return -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
-    def stage(self, buffer: torch.Tensor) -> Iterator[tuple[Piece, Sequence[Any], torch.Tensor]]:
+    def stage(self, buffer: Tensor) -> Iterator[tuple[Piece, Sequence[Any], Tensor]]:
         """Each piece with its tensors and its [items, rows, cols] place in the message."""
         start = 0
         for piece, elements in self.pieces:
@@ -123,7 +125,7 @@ class OnTheWay(NamedTuple):
     """A posted round: works to wait for, and the messages to unpack then."""
 
     works: list[dist.Work]
-    unpack: list[tuple[SendBuffer, torch.Tensor]]
+    unpack: list[tuple[SendBuffer, Tensor]]
 
 
 class Executor:
@@ -204,7 +206,7 @@ class Executor:
         settle(timeout_s)
         return sum(buffer.nbytes for buffer in out + into) + self._scratch_bytes
 
-    def _buffer(self, side: Literal["sends", "receives"], parity: int) -> torch.Tensor:
+    def _buffer(self, side: Literal["sends", "receives"], parity: int) -> Tensor:
         """The staging buffer of the rounds of one parity (double buffering), sized for the largest of them."""
         sizes = (
             sum(send_buffer.staged_bytes for send_buffer in getattr(step, side))
@@ -241,18 +243,18 @@ def source_views(
     return views(sources, copy.source_param, (at[0], row, col), block)
 
 
-def target_views(piece: Piece, targets: Params) -> list[torch.Tensor]:
+def target_views(piece: Piece, targets: Params) -> list[Tensor]:
     """A piece's elements at its receiver."""
     return views(targets, piece.copy.target_param, piece.at(piece.copy.target_at), piece.size)
 
 
-def fill(copy: Copy, into: Sequence[torch.Tensor], elements: Source) -> None:
+def fill(copy: Copy, into: Sequence[Tensor], elements: Source) -> None:
     """Copy items from one list of [items, rows, cols] to another, converted to the wire's data type."""
     if boxes := _computed(elements):
         for target, box in zip(into if len(into) > 1 else into[0].split(1), boxes, strict=True):
             box.write(target)
         return
-    out_of = cast(Sequence[torch.Tensor], elements)
+    out_of = cast(Sequence[Tensor], elements)
     if len(into) != len(out_of):  # one side has a parameter for each item, the other one a stack
         into, out_of = (items if len(items) > 1 else items[0].split(1) for items in (into, out_of))
     convert = _converter(copy, out_of)
@@ -277,15 +279,13 @@ def _scratch_bytes(copy: Copy, source: Source) -> int:
     """The temporary memory of converting a copy to the wire's data type, or of computing it."""
     if boxes := _computed(source):
         return boxes[0].scratch_bytes
-    elements = cast(Sequence[torch.Tensor], source)
+    elements = cast(Sequence[Tensor], source)
     if _converter(copy, elements):
         return SCRATCH_BYTES * FP8_TILE * elements[0].shape[2]
     return 0
 
 
-def _converter(
-    copy: Copy, source: Sequence[torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _converter(copy: Copy, source: Sequence[Tensor]) -> Callable[[Tensor], Tensor] | None:
     """The function that converts a block of source elements for the wire; None where a plain copy suffices."""
     if copy.forwarded:
         return None
@@ -300,7 +300,7 @@ def _send_buffer(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> SendBuffe
     (piece, elements), *others = pieces
     if _computed(elements):
         return SendBuffer(peer, num_bytes, None, tuple(pieces))
-    tensors = cast(Sequence[torch.Tensor], elements)
+    tensors = cast(Sequence[Tensor], elements)
     in_one_run = (
         not others
         and len(tensors) == 1
@@ -316,9 +316,9 @@ def _send_buffer(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> SendBuffe
     return SendBuffer(peer, num_bytes, None, tuple(pieces))
 
 
-def _post(group: Any, step: MemberRound, out: torch.Tensor, into: torch.Tensor) -> OnTheWay:
+def _post(group: Any, step: MemberRound, out: Tensor, into: Tensor) -> OnTheWay:
     """Post a round: first the receives, for peers that are ahead, then each send as soon as it is packed."""
-    unpack: list[tuple[SendBuffer, torch.Tensor]] = []
+    unpack: list[tuple[SendBuffer, Tensor]] = []
     if not (step.receives or step.sends):
         return OnTheWay([], [])
     with batch(group) as works:
@@ -334,8 +334,8 @@ def _post(group: Any, step: MemberRound, out: torch.Tensor, into: torch.Tensor) 
 
 
 def _places(
-    send_buffers: Sequence[SendBuffer], buffer: torch.Tensor
-) -> Iterator[tuple[SendBuffer, torch.Tensor]]:
+    send_buffers: Sequence[SendBuffer], buffer: Tensor
+) -> Iterator[tuple[SendBuffer, Tensor]]:
     """Each message with the bytes that it is sent from or received in."""
     start = 0
     for send_buffer in send_buffers:

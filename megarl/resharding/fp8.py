@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from megarl.model.quantisation import FP8_TILE
 from megarl.resharding.shards import LayoutError, Part, Shard, tiles
@@ -19,7 +20,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 
 
-def quantise(block: torch.Tensor) -> torch.Tensor:
+def quantise(block: Tensor) -> Tensor:
     """Quantise a block [items, rows, cols] of any float type, which begins on a tile boundary, to float8_e4m3fn.
 
     Needs float32 memory for a strip of 128 rows. Last tiles may be smaller.
@@ -33,7 +34,7 @@ def quantise(block: torch.Tensor) -> torch.Tensor:
     return quantised
 
 
-def tile_scales(block: torch.Tensor) -> torch.Tensor:
+def tile_scales(block: Tensor) -> Tensor:
     """The float32 scales [items, ceil(rows / 128), ceil(cols / 128)] of a block that begins on a tile boundary.
 
     A tile's largest magnitude / 448; 1 for a tile of zeros.
@@ -47,14 +48,14 @@ def tile_scales(block: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-def _strips(block: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+def _strips(block: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """((item, number of the strip), a float32 copy of the strip's at most 128 rows)."""
     for item, matrix in enumerate(block):
         for strip, rows in enumerate(matrix.split(FP8_TILE)):
             yield (item, strip), rows.to(torch.float32, copy=True)
 
 
-def _scales(rows: torch.Tensor) -> torch.Tensor:
+def _scales(rows: Tensor) -> Tensor:
     """One scale for each tile of a strip [up to 128, cols]."""
     largest = rows.abs().amax(0)
     ragged = -len(largest) % FP8_TILE

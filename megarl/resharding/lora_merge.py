@@ -19,6 +19,7 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.model.lora_pairs import LoraSize, Rounding, factor_name, factor_param
@@ -27,6 +28,7 @@ from megarl.model.tensors import STACK, Size
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Cell, Shard, verify_params, views
+from megarl.types.tensors import NamedTensors
 
 TILE_ROWS = 128
 TILE_COLS = 2048
@@ -40,7 +42,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 # that fit into a signed number beside rows, columns and a tensor's key; then they begin again
 _VERSIONS = 1 << 15
 
-Params = Mapping[str, torch.Tensor]
+Params = NamedTensors
 
 
 @dataclass
@@ -52,9 +54,7 @@ class _RoundingState:
 
     rounding: Rounding
     version: int | None = None
-    kept: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(2, dtype=torch.float64, device=DEVICE)
-    )
+    kept: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64, device=DEVICE))
 
 
 class MergedBox(NamedTuple):
@@ -65,9 +65,9 @@ class MergedBox(NamedTuple):
     the key of its random numbers. exchange: the current one, of the version that is read.
     """
 
-    weight: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
+    weight: Tensor
+    a: Tensor
+    b: Tensor
     scale: float
     start: tuple[int, int]
     shape: Size
@@ -81,7 +81,7 @@ class MergedBox(NamedTuple):
         _, rows, cols = self.weight.shape
         return SCRATCH_BYTES[self.exchange.rounding] * min(rows, TILE_ROWS) * min(cols, TILE_COLS)
 
-    def write(self, target: torch.Tensor) -> None:
+    def write(self, target: Tensor) -> None:
         """Write the merged elements to a tensor of the box's shape, rounded once, to the weight's type."""
         (row, col) = self.start
         (_, num_rows, num_cols) = self.shape
@@ -96,7 +96,7 @@ class MergedBox(NamedTuple):
             merged = tile[first - top : last - top, begin - left : end - left]
             target[0, first - row : last - row, begin - col : end - col].copy_(merged)
 
-    def _tile(self, top: int, bottom: int, left: int, right: int, is_counted: bool) -> torch.Tensor:
+    def _tile(self, top: int, bottom: int, left: int, right: int, is_counted: bool) -> Tensor:
         delta = (self.b[top:bottom].float() @ self.a[:, left:right].float()).mul_(self.scale)
         weight = self.weight[0, top:bottom, left:right]
         merged = self._rounded(weight + delta, weight.dtype, top, left)
@@ -108,9 +108,7 @@ class MergedBox(NamedTuple):
             )
         return merged
 
-    def _rounded(
-        self, exact: torch.Tensor, dtype: torch.dtype, top: int, left: int
-    ) -> torch.Tensor:
+    def _rounded(self, exact: Tensor, dtype: torch.dtype, top: int, left: int) -> Tensor:
         low = _LOW_BITS.get(dtype)
         version = self.exchange.version
         if self.exchange.rounding == "nearest" or version is None or low is None:
@@ -128,7 +126,7 @@ class MergedBox(NamedTuple):
         return bits.bitwise_and_(-(1 << low)).view(torch.float32).to(dtype)
 
 
-def mixed(numbers: torch.Tensor) -> torch.Tensor:
+def mixed(numbers: Tensor) -> Tensor:
     """Hashes of 64-bit numbers, in their place; products wrap."""
     numbers.mul_(_GOLDEN)
     for shift, factor in _MIX:
@@ -136,7 +134,7 @@ def mixed(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.bitwise_xor_(_shifted(numbers, 31))
 
 
-def _shifted(numbers: torch.Tensor, by: int) -> torch.Tensor:
+def _shifted(numbers: Tensor, by: int) -> Tensor:
     """To the right, with zeros from the left."""
     return (numbers >> by).bitwise_and_((1 << (64 - by)) - 1)
 

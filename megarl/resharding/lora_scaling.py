@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.tensors import STACK, Size
 from megarl.resharding.shards import Cell, views
+from megarl.types.tensors import NamedTensors
 
 _FACTOR_B = ".lora_B.weight"
 
@@ -18,7 +18,7 @@ _FACTOR_B = ".lora_B.weight"
 class ScaledBox(NamedTuple):
     """A box of a rank's factor, [1, rows, cols], which is multiplied when it is read."""
 
-    elements: torch.Tensor
+    elements: Tensor
     scale: float
 
     @property
@@ -26,7 +26,7 @@ class ScaledBox(NamedTuple):
         """The temporary memory of `write`."""
         return 4 * self.elements.numel()
 
-    def write(self, target: torch.Tensor) -> None:
+    def write(self, target: Tensor) -> None:
         """Write the products to a tensor of the box's shape."""
         target.copy_(self.elements.float() * self.scale)
 
@@ -38,7 +38,7 @@ class Scaling:
     size: LoraSize
 
     def boxes(
-        self, name: str, params: Mapping[str, torch.Tensor], param: str, at: Cell, size: Size
+        self, name: str, params: NamedTensors, param: str, at: Cell, size: Size
     ) -> list[ScaledBox] | None:
         """As `shards.views`, for a box of the factor `name`; None where it is sent as it is."""
         if not name.endswith(_FACTOR_B):

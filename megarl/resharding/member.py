@@ -22,7 +22,7 @@ from megarl.device import join_store
 from megarl.resharding.agreement import Agreement, Vote, fail_stage
 from megarl.resharding.payloads import Params, PayloadName, make_payload
 from megarl.resharding.planner import Planner
-from megarl.resharding.reshard_plan import DIGEST_BITS, MemberPlan
+from megarl.resharding.reshard_plan import MemberPlan, agreed_rounds
 from megarl.resharding.session import Session
 from megarl.resharding.transport import PeerCheck, close_group, make_group
 from megarl.resharding.verify import Verifier
@@ -244,13 +244,11 @@ def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
             if value != first_inputs[name]:
                 values = f"{first_inputs[name]} for member 0 and {value} for member {member}"
                 raise RuntimeError(f"reshard: {name} is {values}")
-    if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
-        raise RuntimeError("reshard: the members' plans do not match: sends differ from receives")
-    rounds_by_stage = zip(*(vote["rounds"] for vote in votes), strict=True)
+    rounds = agreed_rounds(votes, "reshard: the members'")
     groups = {vote["group"] for vote in votes}
     have_same_group = len(groups) == 1 and "" not in groups
     return {
-        "rounds": [max(rounds) for rounds in rounds_by_stage],
+        "rounds": rounds,
         "group": groups.pop() if have_same_group else new_group,
     }
 

@@ -7,12 +7,13 @@ CPU: a storage moves in place into a shared-memory file that is already unlinked
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megarl.types import UserError
+from megarl.types.tensors import NamedTensors
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -54,7 +55,7 @@ class SourceHandles:
     params: dict[str, ParamView]
 
 
-def share_params(params: Mapping[str, torch.Tensor]) -> SourceHandles:
+def share_params(params: NamedTensors) -> SourceHandles:
     """Make `params` mappable by another process; for this process they do not change. They must outlive the mapping.
 
     Raises UserError when the machine's shared memory is too small.
@@ -97,7 +98,7 @@ def _check_shared_memory(storage: torch.UntypedStorage) -> None:
         )
 
 
-def map_params(handles: SourceHandles) -> dict[str, torch.Tensor]:
+def map_params(handles: SourceHandles) -> dict[str, Tensor]:
     """Map the parameters of another process of this machine (on CUDA of this GPU): name -> tensor on that memory.
 
     Raises RuntimeError when the other process has ended.

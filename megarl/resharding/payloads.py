@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
 import torch
 
-from megarl.model.lora_pairs import LoraSize, is_factor
+from megarl.model.lora_pairs import LoraSize, split_factors
 from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.lora_scaling import Scaling
@@ -22,11 +22,12 @@ from megarl.resharding.shards import (
     shape_as_stack,
     verify_params,
 )
+from megarl.types.tensors import NamedTensors
 
 PayloadName = Literal["weights", "factors"]
 # read: engines read the frozen weights from the checkpoint
 ReshardStep = PayloadName | Literal["read"]
-Params = Mapping[str, torch.Tensor]
+Params = NamedTensors
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,8 +42,7 @@ class Weights:
     def __init__(self, session: Session, params: Params) -> None:
         """params: of this member's training rank, with the factors of its adapters; empty where it has none."""
         self._session = session
-        self.sources = {name: param for name, param in params.items() if not is_factor(name)}
-        self._factors = {name: param for name, param in params.items() if is_factor(name)}
+        self.sources, self._factors = split_factors(params)
 
     @cached_property
     def source_parts(self) -> list[Part]:
@@ -95,7 +95,7 @@ class Factors:
         assert session.lora
         self._session = session
         self._size = session.lora
-        self.sources = {name: param for name, param in params.items() if is_factor(name)}
+        _, self.sources = split_factors(params)
 
     @cached_property
     def source_parts(self) -> list[Part]:

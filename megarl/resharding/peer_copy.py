@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import DEVICE, Address, join_store
@@ -33,6 +34,8 @@ from megarl.resharding.verify import (
     checksum,
     word_weights,
 )
+from megarl.types.json_objects import JsonObject
+from megarl.types.tensors import NamedTensors
 
 TARGET = 0  # the target's member number
 ALIGN_BYTES = 16  # of the start of a message in a parameter
@@ -70,14 +73,12 @@ class PeerCopy:
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> PeerCopy:
         """The copy that a message of `copy_messages` describes, also after JSON has made lists of its tuples."""
-        values = dict(content)
-        values["meet"] = Address(*content["meet"])
-        values["sources"] = tuple(content["sources"])
-        values["layout"] = EngineLayout(**content["layout"])
-        return PeerCopy(**values)
+        from pydantic import TypeAdapter  # absent where the exchange alone is tested
+
+        return TypeAdapter(PeerCopy).validate_python(content)
 
 
-def copy_messages(copy: PeerCopy) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+def copy_messages(copy: PeerCopy) -> tuple[dict[int, JsonObject], JsonObject]:
     """What each source gets for `send_copy`, by engine index, and the target for `receive_copy`, as JSON objects."""
     content = asdict(copy)
     sources = {
@@ -156,9 +157,7 @@ class CopyMember:
         self._ask = partial(self._agreement.ask, _DONE)
 
     @torch.no_grad()
-    def run(
-        self, params: Mapping[str, torch.Tensor], version: int, error: Exception | None = None
-    ) -> None:
+    def run(self, params: NamedTensors, version: int, error: Exception | None = None) -> None:
         """Send the parameters, or write them as the target; collective.
 
         version: that the source has, or the target is to get. error: the reason why the caller cannot take part, which
@@ -194,8 +193,8 @@ class CopyMember:
                 close_group(group)
 
     def _agree(
-        self, params: Mapping[str, torch.Tensor], version: int, error: Exception | None
-    ) -> dict[str, torch.Tensor]:
+        self, params: NamedTensors, version: int, error: Exception | None
+    ) -> dict[str, Tensor]:
         """The bytes of each parameter, when all members are ready and have the same ones."""
         try:
             if error:
@@ -209,7 +208,7 @@ class CopyMember:
         self._agreement.reach(_READY, vote, partial(conclude, self._names))
         return contents
 
-    def _move(self, group: Any, contents: Mapping[str, torch.Tensor]) -> None:
+    def _move(self, group: Any, contents: NamedTensors) -> None:
         """Send or write this member's ranges, and compare what was written."""
         sizes = {name: len(content) for name, content in contents.items()}
         by_source = shares(sizes, len(self._copy.sources))
@@ -237,7 +236,7 @@ class CopyMember:
         self,
         group: Any,
         rounds_by_peer: Mapping[int, Sequence[Sequence[ByteRange]]],
-        contents: Mapping[str, torch.Tensor],
+        contents: NamedTensors,
     ) -> None:
         """Send all rounds, or receive them in place as the target."""
         in_flight: deque[list[dist.Work]] = deque()
@@ -249,9 +248,7 @@ class CopyMember:
             wait(works, self._copy.timeout_s, self._ask)
         settle(self._copy.timeout_s)
 
-    def _post(
-        self, group: Any, tensors_by_peer: Mapping[int, Sequence[torch.Tensor]]
-    ) -> list[dist.Work]:
+    def _post(self, group: Any, tensors_by_peer: Mapping[int, Sequence[Tensor]]) -> list[dist.Work]:
         post = group.recv if self._member == TARGET else group.send
         with batch(group) as works:
             for peer, tensors in tensors_by_peer.items():
@@ -262,7 +259,7 @@ class CopyMember:
         self,
         group: Any,
         ranges_by_peer: Mapping[int, Sequence[ByteRange]],
-        contents: Mapping[str, torch.Tensor],
+        contents: NamedTensors,
     ) -> list[str]:
         """Compare checksums of all ranges at the target; descriptions of the wrong ones, none at a source."""
         weights = word_weights(STRIP_BYTES // WORD_BYTES)
@@ -291,7 +288,7 @@ class CopyMember:
         self,
         group: Any,
         rounds_by_peer: Mapping[int, Sequence[Sequence[ByteRange]]],
-        contents: Mapping[str, torch.Tensor],
+        contents: NamedTensors,
     ) -> list[str]:
         """Receive all bytes once more and compare them; the target's part."""
         wrong = []
@@ -374,7 +371,7 @@ def _agreement(copy: PeerCopy, member: int, tp_rank: int, store: Store) -> Agree
     return Agreement(ranked, member, len(names), copy.timeout_s, "copy", names)
 
 
-def _content(name: str, param: torch.Tensor) -> torch.Tensor:
+def _content(name: str, param: Tensor) -> Tensor:
     """The memory of a parameter, as bytes [n]."""
     if not param.is_contiguous():
         raise LayoutError(f"{name}: the parameter is not contiguous in memory")
@@ -382,8 +379,8 @@ def _content(name: str, param: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(
-    contents: Mapping[str, torch.Tensor], ranges_by_peer: Mapping[int, Sequence[ByteRange]]
-) -> dict[int, list[torch.Tensor]]:
+    contents: NamedTensors, ranges_by_peer: Mapping[int, Sequence[ByteRange]]
+) -> dict[int, list[Tensor]]:
     """The memory of ranges."""
     return {
         peer: [contents[param][start:stop] for param, start, stop in ranges]

@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.collector import collector_paused
 from megarl.model.quantisation import FP8_TILE
@@ -29,7 +29,7 @@ from megarl.resharding.routes import Flow, RouteChooser, Transfer, item_bytes
 from megarl.resharding.shards import Box, Cell, Part, box_area, box_size
 from megarl.types import UserError
 
-DIGEST_BITS = 128
+_DIGEST_BITS = 128
 
 
 class Copy(NamedTuple):
@@ -213,11 +213,11 @@ def _digest(member: int, send_stages: Sequence[SendStage]) -> int:
     total = 0
     for number, send_stage in enumerate(send_stages):
         for (source, _), stream in send_stage.items():
-            state = hashlib.blake2b(digest_size=DIGEST_BITS // 8)
+            state = hashlib.blake2b(digest_size=_DIGEST_BITS // 8)
             for copy in stream:
                 state.update(repr((number, *copy)).encode())
             total += int.from_bytes(state.digest(), "big") * (1 if source == member else -1)
-    return total % 2**DIGEST_BITS
+    return total % 2**_DIGEST_BITS
 
 
 def _sizes(stream: Stream) -> tuple[int, int]:
@@ -316,3 +316,13 @@ def _granules(box: Box, start: int, stop: int, per_item: int, line: int) -> Iter
                 cols,
             )
             start += end - granule
+
+
+def agreed_rounds(votes: Sequence[Mapping[str, Any]], subject: str) -> list[int]:
+    """The rounds that the members need together, of each send stage; votes: the digest and the rounds of each plan.
+
+    Raises RuntimeError where what is sent is not what is received.
+    """
+    if sum(int(vote["digest"]) for vote in votes) % 2**_DIGEST_BITS:
+        raise RuntimeError(f"{subject} plans do not match: sends differ from receives")
+    return [max(rounds) for rounds in zip(*(vote["rounds"] for vote in votes), strict=True)]

@@ -14,6 +14,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.verify import VerifyMode
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Session:
     def num_members(self) -> int:
         return max(self.train.world_size, self.engine.end)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self)
 
     @staticmethod
@@ -75,7 +76,7 @@ class Sessions:
 
     def engine_message(
         self, engine: int, version: int, attempt: int, first: bool, steps: Sequence[str]
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """The JSON object that engine `engine` passes to `weight_loader.load` in each of its processes.
 
         attempt: unique in a run. first: include the sessions, which an engine needs at its first attempt and whenever
@@ -83,7 +84,7 @@ class Sessions:
         how many models SGLang calls `load`.
         """
         members = self.engines[engine]
-        message: dict[str, Any] = {
+        message: JsonObject = {
             "run_id": members[0].run_id,
             "version": version,
             "attempt": attempt,

@@ -7,14 +7,15 @@ stack, [items, rows, cols], because they are split alike: one box covers several
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.tensors import EMBEDDING, LM_HEAD, STACK, Size
+from megarl.types.tensors import NamedTensors
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 Range = tuple[int, int]  # half open
 Cell = tuple[int, int, int]  # item, row, column
@@ -128,9 +129,7 @@ def shape_as_stack(shape: Sequence[int]) -> Size:
     return items, shape[-2], shape[-1]
 
 
-def views(
-    params: Mapping[str, torch.Tensor], param: str, at: Cell, size: Size
-) -> list[torch.Tensor]:
+def views(params: NamedTensors, param: str, at: Cell, size: Size) -> list[Tensor]:
     """Writable views of contiguous parameters: one [items, rows, cols], or [1, rows, cols] for each item's parameter.
 
     param, at: as in a Shard.
@@ -146,7 +145,7 @@ def views(
     return [_view(params[param], at, size)]
 
 
-def _view(tensor: torch.Tensor, at: Cell, size: Size) -> torch.Tensor:
+def _view(tensor: Tensor, at: Cell, size: Size) -> Tensor:
     stack = tensor.detach().view(shape_as_stack(tensor.shape))
     for dim, (start, length) in enumerate(zip(at, size, strict=True)):
         stack = stack.narrow(dim, start, length)
@@ -179,7 +178,7 @@ def param_table(shards: Sequence[Shard]) -> dict[str, Size]:
     return table
 
 
-def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -> None:
+def verify_params(shards: Sequence[Shard], params: NamedTensors) -> None:
     """Prove that the map describes these parameters: same names, same shapes, every element covered exactly once.
 
     Only parameters of vocabulary tensors may have more rows than the shards. Raises LayoutError, which names the first
@@ -213,7 +212,7 @@ def first_of(errors: Sequence[str]) -> str:
 
 
 def _param_errors(
-    name: str, mapped: Size, param: torch.Tensor, boxes: list[Box], padded: bool
+    name: str, mapped: Size, param: Tensor, boxes: list[Box], padded: bool
 ) -> list[str]:
     real = shape_as_stack(param.shape)
     long_enough = real[1] == mapped[1] or (padded and real[1] > mapped[1])

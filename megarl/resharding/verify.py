@@ -13,6 +13,7 @@ from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.model.quantisation import FP8_TILE
@@ -96,8 +97,8 @@ class Verifier:
         ]
 
     def _sums(
-        self, copies: Sequence[Copy], side: Literal["source", "target"], weights: torch.Tensor
-    ) -> torch.Tensor:
+        self, copies: Sequence[Copy], side: Literal["source", "target"], weights: Tensor
+    ) -> Tensor:
         """The checksum of each copy."""
         sums = torch.zeros(len(copies), dtype=torch.int64, device=DEVICE)
         for index, copy in enumerate(copies):
@@ -133,7 +134,7 @@ class Verifier:
                     )
         return wrong
 
-    def _bytes(self, copy: Copy, side: Literal["source", "target"]) -> torch.Tensor:
+    def _bytes(self, copy: Copy, side: Literal["source", "target"]) -> Tensor:
         """The content of a copy at its source or target, in the wire's data type, as bytes."""
         piece = Piece(copy, 0, copy.size[0])
         staged = torch.empty(copy.size, dtype=getattr(torch, copy.dtype), device=DEVICE)
@@ -193,7 +194,7 @@ def _next_strips(strips: Mapping[int, Iterator[Copy]]) -> Iterator[dict[int, Cop
         yield present
 
 
-def checksum(strips: Iterable[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+def checksum(strips: Iterable[Tensor], weights: Tensor) -> Tensor:
     """A sum modulo 2**64 of the 8-byte words of strips of bytes, in which each word has a weight by its position.
 
     weights: `word_weights` of at least one word; more are made where a strip is longer.
@@ -211,7 +212,7 @@ def checksum(strips: Iterable[torch.Tensor], weights: torch.Tensor) -> torch.Ten
     return total
 
 
-def word_weights(number: int) -> torch.Tensor:
+def word_weights(number: int) -> Tensor:
     """`number` odd pseudorandom 64-bit integers (the finaliser of splitmix64, Steele et al. 2014)."""
     mixed = torch.arange(1, number + 1, dtype=torch.int64, device=DEVICE) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
@@ -219,7 +220,7 @@ def word_weights(number: int) -> torch.Tensor:
     return mixed | 1
 
 
-def _difference(copy: Copy, source_content: torch.Tensor, target_content: torch.Tensor) -> Box:
+def _difference(copy: Copy, source_content: Tensor, target_content: Tensor) -> Box:
     """The smallest box of the logical tensor that contains all differences between two contents of a copy."""
     elements = (source_content != target_content).view(*copy.size, -1).any(dim=-1)
     box = []

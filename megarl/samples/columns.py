@@ -28,6 +28,7 @@ from megarl.types import (
     TranscriptCall,
     TranscriptEntry,
 )
+from megarl.types.json_objects import Columns
 from megarl.types.reward_result import Failure, RewardResult
 
 FORMAT = 10
@@ -86,7 +87,7 @@ def schema() -> Any:
     return pa.schema(list(columns.items()))
 
 
-def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int) -> dict[str, Any]:
+def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int) -> Columns:
     """Sample `index` of a group, which has this number in its step."""
     prompt = group.prompt
     sample = group.samples[index]
@@ -123,7 +124,7 @@ def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int
     }
 
 
-def _columns_of(row: Row, prompt: Prompt) -> dict[str, Any]:
+def _columns_of(row: Row, prompt: Prompt) -> Columns:
     experts = row.routed_experts
     is_groups_prompt = np.array_equal(row.prompt_ids, prompt.token_ids)
     return {
@@ -140,7 +141,7 @@ def _columns_of(row: Row, prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def table_rows(table: Any) -> list[dict[str, Any]]:
+def table_rows(table: Any) -> list[Columns]:
     """The rows of a table; lists of numbers are NumPy arrays, so that a float32 keeps every bit."""
     rows = table.drop_columns(list(_LISTS)).to_pylist()
     for name in _LISTS:
@@ -162,7 +163,7 @@ def _array(scalar: Any) -> Any:
     return scalar.values.to_numpy(zero_copy_only=False).copy()
 
 
-def row_error(row: dict[str, Any], step: int) -> str | None:
+def row_error(row: Columns, step: int) -> str | None:
     """A description of what is wrong with a row, as a file that another program wrote may have it; else None."""
     if row["step"] != step:
         return f"has the step number {row['step']}"
@@ -193,7 +194,7 @@ def _read_json(text: str) -> Any:
         return None
 
 
-def _are_facts(facts: dict[str, Any]) -> bool:
+def _are_facts(facts: Columns) -> bool:
     known = [value for name, value in facts.items() if name != "seed"]
     return None not in known and facts["end"] in get_args(EpisodeEnd)
 
@@ -217,9 +218,7 @@ def _is_entry(entry: Any) -> bool:
     return False
 
 
-def _conversation_error(
-    row: dict[str, Any], prompt_ids: np.ndarray, may_be_empty: bool
-) -> str | None:
+def _conversation_error(row: Columns, prompt_ids: np.ndarray, may_be_empty: bool) -> str | None:
     """What makes the row none that a `Row` can be made of, or a wrong one that `sample_error` takes."""
     for name, value in row.items():
         if value is None and name not in _OPTIONAL_IN_ROWS:
@@ -249,7 +248,7 @@ def _conversation_error(
     return None
 
 
-def prompt_of(row: dict[str, Any]) -> Prompt:
+def prompt_of(row: Columns) -> Prompt:
     """The prompt of a row's group."""
     return Prompt(
         id=row["prompt_id"],
@@ -260,7 +259,7 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
     )
 
 
-def group_of(rows: Sequence[dict[str, Any]]) -> SampleGroup | PartialGroup:
+def group_of(rows: Sequence[Columns]) -> SampleGroup | PartialGroup:
     """The group that these rows are: a partial one where it has an open sample."""
     prompt = prompt_of(rows[0])
     samples = tuple(sample_of(row, prompt) for row in rows)
@@ -275,13 +274,13 @@ def group_of(rows: Sequence[dict[str, Any]]) -> SampleGroup | PartialGroup:
     )
 
 
-def _reward_result(row: dict[str, Any]) -> RewardResult | Failure:
+def _reward_result(row: Columns) -> RewardResult | Failure:
     if row["failure"] is not None:
         return Failure(row["failure"])
     return RewardResult(row["reward"], row["correct"], row["given_answer"])
 
 
-def sample_of(row: dict[str, Any], prompt: Prompt) -> Sample:
+def sample_of(row: Columns, prompt: Prompt) -> Sample:
     """The sample that a row is; prompt: of its group."""
     return Sample(
         rows=tuple(_conversation_of(conversation, prompt) for conversation in row["rows"]),
@@ -310,7 +309,7 @@ def _open_episode(text: str) -> EpisodeProgress | None:
         return None
 
 
-def _conversation_of(row: dict[str, Any], prompt: Prompt) -> Row:
+def _conversation_of(row: Columns, prompt: Prompt) -> Row:
     prompt_ids = prompt.token_ids
     if row["prompt_ids"] is not None:
         prompt_ids = tuple(row["prompt_ids"].tolist())

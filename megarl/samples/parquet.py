@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from megarl.printable import first_line
 from megarl.samples import columns
 from megarl.samples.buffer import PartialGroup
 from megarl.types import SampleGroup, UserError
+from megarl.types.json_objects import Columns, JsonObject
 
 _KEY = b"megarl"
 _HINT = "make it again with `megarl rollout --out`"
@@ -170,7 +171,7 @@ def open_samples(path: Path) -> SampleFile:
     return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)
 
 
-def _described(text: bytes) -> dict[str, Any]:
+def _described(text: bytes) -> JsonObject:
     """What the schema's metadata says of a file. Raises ValueError where this is none that megarl writes."""
     try:
         description = json.loads(text)
@@ -184,7 +185,7 @@ def _described(text: bytes) -> dict[str, Any]:
     return ours
 
 
-def _read(path: Path, step: int) -> list[dict[str, Any]]:
+def _read(path: Path, step: int) -> list[Columns]:
     """The rows of a step."""
     import pyarrow
     import pyarrow.parquet

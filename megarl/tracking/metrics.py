@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from megarl.types import (
     episode_dict,
 )
 from megarl.types.episodes import DropReason
+from megarl.types.json_objects import JsonObject
 from megarl.types.worker_faults import WorkerFaults, all_faults
 
 # The advantage of a sample by its places in the step's groups and in its group; None: the algorithm gives it none.
@@ -293,7 +294,7 @@ def _majority(group: GroupSummary) -> float:
 
 def pick_samples(
     groups: Sequence[GroupSummary], count: int, advantages: Advantages
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """The first sample of every group, then the second of every group... until there are `count`.
 
     `group` and `sample` are its places, from 0, in the step's groups and in its group, `advantage` is None where it has
@@ -312,7 +313,7 @@ def pick_samples(
     ]
 
 
-def _sample(group: GroupSummary, index: int, advantage: float | None) -> dict[str, Any]:
+def _sample(group: GroupSummary, index: int, advantage: float | None) -> JsonObject:
     sample = {
         "prompt": group.prompt_text,
         "answer": group.answer,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 _HINT = "remove the line, or choose another run.name"
 
 
 def read_lines(
     file: Path, last_step: int, errors: list[UserError], *, only_numbers: bool = True
-) -> list[tuple[bytes, dict[str, Any]]]:
+) -> list[tuple[bytes, JsonObject]]:
     """(bytes in the file with the end of the line, record) of each line up to a step.
 
     The first broken line in the whole file is added to `errors`. A last line without a line end was cut off when its
@@ -31,7 +31,7 @@ def read_lines(
     return lines
 
 
-def _parsed(raw: bytes, only_numbers: bool) -> dict[str, Any] | str:
+def _parsed(raw: bytes, only_numbers: bool) -> JsonObject | str:
     """The record of a line, or in words why the line has none."""
     try:
         record = json.loads(raw.decode("utf-8"))

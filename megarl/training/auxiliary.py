@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from megarl.algos import AUXILIARY_MODELS, hyperparameters_of
 from megarl.algos.losses import LossResult, outcome_loss, value_loss
@@ -31,6 +31,7 @@ from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.training.rank import MicroBatches, TrainingRank, norms_of
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, TrainSequence
+from megarl.types.arrays import TokenArrays
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class AuxiliaryRank(TrainingRank):
         old: ShareValues,
         norms: Norms,
         lr: float,
-        rewards: Sequence[FloatArray] | None = None,
+        rewards: TokenArrays | None = None,
     ) -> Statistics:
         """One update. old: of `values_of`, before the step's updates; rewards: of each token, if there are any.
 
@@ -130,7 +131,7 @@ class AuxiliaryRank(TrainingRank):
             flat = [sequence for batch in micro_batches for sequence in batch]
             returns = critic_returns(flat, old_values, rewards, hyperparameters)
 
-        def loss(row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor) -> LossResult:
+        def loss(row: PackedRow, output_T: Tensor, *_: Tensor) -> LossResult:
             if has_scores:
                 return value_loss(output_T, row.targets, value_clip=hyperparameters.value_clip)
             return outcome_loss(output_T, row.targets, beta=hyperparameters.prime_beta)
@@ -142,8 +143,8 @@ class AuxiliaryRank(TrainingRank):
 
 def critic_returns(
     sequences: Sequence[TrainSequence],
-    old_values: Sequence[FloatArray],
-    rewards: Sequence[FloatArray] | None,
+    old_values: TokenArrays,
+    rewards: TokenArrays | None,
     hyperparameters: Hyperparameters,
 ) -> list[FloatArray]:
     """By GAE, of the values before the step's updates. rewards: KL penalty of each token, if there are any."""

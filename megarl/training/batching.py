@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from megarl.training.flops import MICRO_BATCH_TOKENS
 from megarl.types import Aggregation, FloatArray, IntArray, Sample, SampleGroup
+from megarl.types.arrays import TokenArrays
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def by_sample(refs: Sequence[SampleRef]) -> list[MicroBatch]:
 
 def values_by_reader(
     refs: Sequence[SampleRef],
-    arrays: Sequence[FloatArray] | None,
+    arrays: TokenArrays | None,
     readers: Sequence[frozenset[Key]],
 ) -> list[TokenValues]:
     """For each reader the token values of the responses that it trains on.

@@ -7,16 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.algos import Algorithm
 from megarl.algos.advantages import gae
 from megarl.algos.losses import kl_T
 from megarl.training.batching import SampleRef, TokenValues, key_of, spread
 from megarl.types import FloatArray, Hyperparameters, TrainSequence, sample_numbers
+from megarl.types.arrays import TokenArrays
 
 PerToken = list[FloatArray]  # one array per sequence, aligned like the sequence's own
 # this rank's values and those of the batch's other ranks
-ReduceOverDp = Callable[[torch.Tensor], torch.Tensor]
+ReduceOverDp = Callable[[Tensor], Tensor]
 
 
 def with_token_advantages(
@@ -25,7 +27,7 @@ def with_token_advantages(
     refs: Sequence[SampleRef],
     sequences: Sequence[TrainSequence],
     token_values: TokenValues,
-    penalties: Sequence[FloatArray] | None,
+    penalties: TokenArrays | None,
     *,
     sum_over_all: ReduceOverDp,
     max_over_all: ReduceOverDp,
@@ -95,12 +97,12 @@ def sample_advantages(refs: Sequence[SampleRef], sequences: Sequence[TrainSequen
 
 def gae_advantages(
     sequences: Sequence[TrainSequence],
-    values: Sequence[FloatArray],
+    values: TokenArrays,
     *,
     gamma: float,
     lam: float,
     alpha: float | None = None,
-    rewards: Sequence[FloatArray] | None = None,
+    rewards: TokenArrays | None = None,
     last_rewards: Sequence[np.float32] | None = None,
 ) -> tuple[PerToken, PerToken]:
     """(advantages, returns) by GAE; the reward of a sample, or what last_rewards has of it, comes with its last token.
@@ -159,8 +161,8 @@ def _chains(sequences: Sequence[TrainSequence]) -> list[list[int]]:
 
 
 def with_turn_rewards(
-    sequences: Sequence[TrainSequence], penalties: Sequence[FloatArray] | None
-) -> Sequence[FloatArray] | None:
+    sequences: Sequence[TrainSequence], penalties: TokenArrays | None
+) -> TokenArrays | None:
     """Each token's own reward: its KL penalty, and a turn's reward at the turn's last token; None: there is none."""
     of_turns = [sequence.token_rewards_T for sequence in sequences]
     if all(one_T is None for one_T in of_turns):
@@ -173,8 +175,8 @@ def with_turn_rewards(
 
 
 def kl_penalties(
-    old_logp: Sequence[FloatArray],
-    reference_logp: Sequence[FloatArray],
+    old_logp: TokenArrays,
+    reference_logp: TokenArrays,
     hyperparameters: Hyperparameters,
 ) -> list[FloatArray]:
     """Each token's reward -kl_coefficient x KL(old policy | reference) (arXiv 2203.02155, eq. 2)."""
@@ -186,7 +188,7 @@ def kl_penalties(
 def leave_one_out_process_rewards(
     refs: Sequence[SampleRef],
     sequences: Sequence[TrainSequence],
-    process: Sequence[FloatArray],
+    process: TokenArrays,
     sum_over_all: ReduceOverDp,
     max_over_all: ReduceOverDp,
 ) -> PerToken:
@@ -240,7 +242,7 @@ def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> 
     ]
 
 
-def _on_responses(arrays: Sequence[FloatArray], masks: Sequence[np.ndarray]) -> np.ndarray:
+def _on_responses(arrays: TokenArrays, masks: Sequence[np.ndarray]) -> np.ndarray:
     """The responses' tokens of each array, end to end."""
     parts = [one_T[mask_T] for one_T, mask_T in zip(arrays, masks, strict=True)]
     return np.concatenate([np.zeros(0, np.float32), *parts])

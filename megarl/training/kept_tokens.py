@@ -19,20 +19,20 @@ from megarl.algos import rollout_correction
 from megarl.training.batching import Update, denominator_of
 from megarl.types import (
     BoolArray,
-    FloatArray,
     Hyperparameters,
     IntArray,
     TrainSequence,
     regrouped,
     sample_numbers,
 )
+from megarl.types.arrays import TokenArrays
 
 MicroBatch = Sequence[TrainSequence]
 
 
 def without_dropped(
     micro_batches: Sequence[MicroBatch],
-    old_logp: Sequence[FloatArray],
+    old_logp: TokenArrays,
     hyperparameters: Hyperparameters,
 ) -> list[list[TrainSequence]]:
     """The sequences with the dropped tokens out of their masks; old_logp: of each sequence, in order.
@@ -44,7 +44,7 @@ def without_dropped(
 
 
 def _kept(
-    batch: MicroBatch, old_logp: Sequence[FloatArray], hyperparameters: Hyperparameters
+    batch: MicroBatch, old_logp: TokenArrays, hyperparameters: Hyperparameters
 ) -> list[TrainSequence]:
     if not batch:
         return []

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
@@ -50,6 +51,8 @@ from megarl.training.row_diffs import RowDiffs, row_diffs
 from megarl.training.shares import HostChoices, Logprobs, UpdateShare, on_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, regrouped
+from megarl.types.arrays import TokenArrays
+from megarl.types.tensors import NamedTensors
 
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _ROUTING[:3])
@@ -255,7 +258,7 @@ class PolicyRank(TrainingRank):
         updates: Sequence[Update],
         shares: Sequence[UpdateShare],
         token_values: TokenValues,
-        kl_penalties: Sequence[FloatArray] | None,
+        kl_penalties: TokenArrays | None,
     ) -> list[UpdateShare]:
         """The shares with an advantage for each token."""
         flat = credit.with_token_advantages(
@@ -292,9 +295,9 @@ class PolicyRank(TrainingRank):
         over all data-parallel ranks. Raises SilentFault as the guard of updates.
         """
 
-        passed: list[tuple[PackedRow, torch.Tensor]] = []
+        passed: list[tuple[PackedRow, Tensor]] = []
 
-        def row_loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> LossResult:
+        def row_loss(row: PackedRow, logp_T: Tensor, entropy_T: Tensor) -> LossResult:
             if row.old_logp_T is None:
                 old_logp_T = logp_T.detach()
                 passed.append((row, old_logp_T))
@@ -324,9 +327,7 @@ class PolicyRank(TrainingRank):
         Without those that earlier policies sampled: there the difference is the policies' own.
         """
 
-        def diff(
-            row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def diff(row: PackedRow, logp_T: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
             targets = row.targets
             is_fresh_T = targets.sampled_T & ~targets.is_stale_T
             diff_T = torch.where(is_fresh_T, bounded(logp_T - targets.engine_logp_T).abs(), 0.0)
@@ -347,7 +348,7 @@ class PolicyRank(TrainingRank):
             [{REPLAY_DIFF: parts(replay_diff, tokens), FREE_DIFF: parts(free_diff, tokens)}]
         )
 
-    def _routing_stats(self, sums: Mapping[str, torch.Tensor], norms: Norms) -> Statistics:
+    def _routing_stats(self, sums: NamedTensors, norms: Norms) -> Statistics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
         if not self.shape.num_experts:
             return {}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from megarl import device
 from megarl.algos.losses import LossResult
@@ -30,6 +30,8 @@ from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.training.batching import Update
 from megarl.training.update_guard import UpdateGuard
 from megarl.types import ByteArray, FloatArray, TrainSequence, regrouped
+from megarl.types.arrays import TokenArrays
+from megarl.types.tensors import NamedTensors
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 _LOOK_S = 0.02  # a checkpoint ends so much later, at most, because its disk is attended to
@@ -87,7 +89,7 @@ class TrainingRank:
         if role.trains:
             self._model.make_optimizer()
         self._state: state_bytes.StateBytes | None = None
-        self._reference: dict[str, torch.Tensor] = {}
+        self._reference: dict[str, Tensor] = {}
         if reference:
             self._reference = host_offload.host_buffers_like(self.params())
             hf_import.load_hf(reference, shards, self._reference)
@@ -95,11 +97,11 @@ class TrainingRank:
         self.onload = self._model.onload
         self.held_bytes = device.held_bytes
 
-    def params(self) -> dict[str, torch.Tensor]:
+    def params(self) -> dict[str, Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
         return self._model.params()
 
-    def factors(self) -> dict[str, torch.Tensor]:
+    def factors(self) -> dict[str, Tensor]:
         """This rank's factors of adapters, likewise; none without `lora`."""
         return self._model.factors()
 
@@ -206,9 +208,7 @@ class TrainingRank:
         pipeline stage.
         """
 
-        def keep(
-            row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor
-        ) -> tuple[torch.Tensor, list[FloatArray]]:
+        def keep(row: PackedRow, output_T: Tensor, *_: Tensor) -> tuple[Tensor, list[FloatArray]]:
             return output_T.sum(), unpack(row, output_T)
 
         rows = self._rows(micro_batches)
@@ -224,7 +224,7 @@ class TrainingRank:
         norms: Norms,
         lr: float,
         **options: Any,
-    ) -> tuple[Statistics, Mapping[str, torch.Tensor]]:
+    ) -> tuple[Statistics, NamedTensors]:
         """One optimizer update. loss: of a packed row and the pipeline's outputs for it; options: as of `Pipeline.run`.
 
         Returns grad_norm (before clipping), and on the last stage the loss and its statistics over all data-parallel
@@ -244,9 +244,7 @@ class TrainingRank:
             statistics = groups.reduce_stats(done.results)
         return statistics | {GRAD_NORM: (grad_norm,)}, done.routing_sums
 
-    def _rows(
-        self, micro_batches: MicroBatches, *arrays: Sequence[FloatArray] | None
-    ) -> list[PackedRow]:
+    def _rows(self, micro_batches: MicroBatches, *arrays: TokenArrays | None) -> list[PackedRow]:
         """The packed rows; arrays: as of `pack`, but for the sequences of all micro-batches."""
         of_batches = [
             [None] * len(micro_batches) if flat is None else regrouped(flat, micro_batches)

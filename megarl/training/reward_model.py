@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl import device
 from megarl.model.tokenizer import chat_ids, load_tokenizer
@@ -87,7 +88,7 @@ def _sequence(ids_T: IntArray) -> TrainSequence:
     return TrainSequence(ids_T, zeros_T.astype(np.bool_), zeros_T, zeros_T)
 
 
-def _last_scores(row: PackedRow, score_T: torch.Tensor) -> tuple[torch.Tensor, FloatArray]:
+def _last_scores(row: PackedRow, score_T: Tensor) -> tuple[Tensor, FloatArray]:
     """The score of each sequence: its last token's."""
     ends = [start + length - 1 for start, length in zip(row.starts, row.lengths, strict=True)]
     return score_T.sum(), score_T[ends].float().cpu().numpy()

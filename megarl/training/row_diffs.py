@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.algos.ratios import LOG_RATIO_BOUND
 from megarl.types import FloatArray, IntArray, TrainSequence
+from megarl.types.arrays import TokenArrays
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class RowDiffs:
         )
 
 
-def row_diffs(sequences: Sequence[TrainSequence], old_logp: Sequence[FloatArray]) -> RowDiffs:
+def row_diffs(sequences: Sequence[TrainSequence], old_logp: TokenArrays) -> RowDiffs:
     """Of the sequences of an update. old_logp: by the policy before the step, an array for each, aligned like it."""
     keys = []
     diffs = []

@@ -14,6 +14,7 @@ from megarl.parallel.pipeline import Norms
 from megarl.parallel.routing import Choices
 from megarl.training.rank import MicroBatches
 from megarl.types import FloatArray
+from megarl.types.arrays import TokenArrays
 
 # of one micro-batch by layer: [tokens of this rank, experts per token]
 HostChoices = dict[int, npt.NDArray[np.int16]]
@@ -30,9 +31,9 @@ class UpdateShare:
 
     micro_batches: MicroBatches
     norms: Norms
-    old_logp: Sequence[FloatArray] | None = None
+    old_logp: TokenArrays | None = None
     choices: Sequence[Choices] | None = None
-    reference_logp: Sequence[FloatArray] | None = None
+    reference_logp: TokenArrays | None = None
     temperature: float = 1.0
     has_turns: bool = False
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.resharding.verify import WORD_BYTES, word_weights
@@ -13,7 +14,7 @@ from megarl.resharding.verify import WORD_BYTES, word_weights
 BLOCK_BYTES = 2048  # that have one weight
 
 
-def tensor_sum(tensor: torch.Tensor) -> torch.Tensor:
+def tensor_sum(tensor: Tensor) -> Tensor:
     """A 64-bit sum of a tensor's bytes, int64 [] on its device, in one pass and without a copy.
 
     Each block has a weight by its position: another word, or blocks in another order, change the sum.
@@ -30,7 +31,7 @@ def tensor_sum(tensor: torch.Tensor) -> torch.Tensor:
     return _weighted(sums)
 
 
-def sum_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def sum_of_all(tensors: Iterable[Tensor]) -> Tensor:
     """The checksum of several tensors together, in their order."""
     sums = [tensor_sum(tensor) for tensor in tensors]
     if not sums:
@@ -38,11 +39,11 @@ def sum_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return _weighted(torch.stack(sums))
 
 
-def _weighted(words: torch.Tensor) -> torch.Tensor:
+def _weighted(words: Tensor) -> Tensor:
     return (words * _weights(len(words))).sum()
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(number: int) -> torch.Tensor:
+def _weights(number: int) -> Tensor:
     """Kept, because a model has many tensors of few sizes."""
     return word_weights(number)

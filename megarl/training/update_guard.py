@@ -12,7 +12,7 @@ Then no rank takes the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -35,6 +35,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.training.tensor_sums import sum_of_all, tensor_sum
 from megarl.types import FaultMember, SilentFault
 from megarl.types.faults import FaultKind
+from megarl.types.tensors import NamedTensors
 
 _WHAT = {
     DENSE: "weights",
@@ -83,9 +84,7 @@ class UpdateGuard:
             if found:
                 raise self._differing(found, replicated[kind])
 
-    def _differing(
-        self, found: Sequence[Disagreement], tensors: Mapping[str, torch.Tensor]
-    ) -> SilentFault:
+    def _differing(self, found: Sequence[Disagreement], tensors: NamedTensors) -> SilentFault:
         """The fault of replicas that disagree on these tensors; which tensor, and whose, is asked for here."""
         count = max(number for (number,) in groups.gathered(torch.tensor([len(tensors)])).tolist())
         sums = torch.zeros(count, dtype=torch.int64, device=DEVICE)

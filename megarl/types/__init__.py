@@ -30,6 +30,7 @@ from megarl.types.errors import UserError as UserError
 from megarl.types.errors import UserErrors as UserErrors
 from megarl.types.faults import FaultMember as FaultMember
 from megarl.types.faults import SilentFault as SilentFault
+from megarl.types.json_objects import Columns, JsonObject
 from megarl.types.sample_rows import UNKNOWN_ENGINE as UNKNOWN_ENGINE
 from megarl.types.sample_rows import Row as Row
 from megarl.types.sample_rows import RowSummary as RowSummary
@@ -67,7 +68,7 @@ class Prompt:
     text: str
     token_ids: Sequence[int]
     answer: str
-    row: Mapping[str, Any] = field(default_factory=dict)
+    row: Columns = field(default_factory=dict)
     messages: Any = ""
 
 
@@ -105,7 +106,7 @@ class Sample:
         return row
 
     @property
-    def episode(self) -> dict[str, Any] | None:
+    def episode(self) -> JsonObject | None:
         """What reward functions get of an ended episode, see `episode_dict`; None of any other sample."""
         if self.facts is None:
             return None

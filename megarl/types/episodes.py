@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+from megarl.types.json_objects import JsonObject, Message
+
 # Why an episode ended: the model answered, or the environment said so; a limit of turns, of tokens, or of a turn's
 # tokens; too many broken calls; time, or phases; or a failure of the environment, or of the agent.
 EpisodeEnd = Literal[
@@ -70,7 +72,7 @@ class EpisodeProgress:
     digests: tuple[str, ...] = ()
     turn_tokens: int = 0
     said: tuple[int, ...] | None = None
-    messages: tuple[Mapping[str, Any], ...] = field(default=())
+    messages: tuple[Message, ...] = field(default=())
     history: str | None = None
     after_tools: bool = False
     bad_turns: int = 0
@@ -105,7 +107,7 @@ class TranscriptEntry(TypedDict):
 Transcript = tuple[TranscriptEntry, ...]
 
 
-def episode_dict(facts: EpisodeFacts, transcript: Sequence[TranscriptEntry]) -> dict[str, Any]:
+def episode_dict(facts: EpisodeFacts, transcript: Sequence[TranscriptEntry]) -> JsonObject:
     """An episode as reward functions and samples.jsonl have it: a JSON value."""
     return {
         "turns": list(transcript),

@@ -29,7 +29,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple
@@ -49,6 +49,7 @@ from megarl.isolation.child import (
     tell_service_events,
 )
 from megarl.printable import describe_error
+from megarl.types.json_objects import Columns, JsonObject, Message
 from megarl.types.reward_result import Failure, reward_result_of
 
 _STACK_MB = 2  # of a thread, in place of the usual 8
@@ -56,7 +57,7 @@ _THREADS_OF_RUN = 2  # its own, and one more, in which the event loop looks up a
 _LEAVE_S = 1.0  # in which tasks and threads that an agent leaves behind have to end
 
 
-def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
+def main(parent: ParentSocket, spec: JsonObject) -> None:
     """Run agents until the parent closes the socket or ends."""
     share_heap()
     tell_service_events(lambda message: parent.write(as_line(message)))
@@ -120,8 +121,8 @@ class _RunThread:
         host: _AgentHost,
         number: int,
         agent: Agent,
-        row: Mapping[str, Any],
-        prompt: Sequence[Mapping[str, Any]],
+        row: Columns,
+        prompt: Sequence[Message],
         seed: int,
         access: Sequence[str] | None,
     ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from megarl.isolation.function_loading import (
     prepare,
 )
 from megarl.types import UserError
+from megarl.types.json_objects import CallArguments
 
 AGENT = "episode.agent"
 ARGUMENTS = "episode.arguments"
@@ -24,7 +25,7 @@ _FORM = "write it as async def run(chat, row, ...)"
 Agent = Callable[..., Coroutine[Any, Any, Any]]
 
 
-def load_agent(path: str, arguments: Mapping[str, Any], *, prepares: bool = True) -> Agent:
+def load_agent(path: str, arguments: CallArguments, *, prepares: bool = True) -> Agent:
     """The function at `path` with its keyword arguments. Raises UserError.
 
     prepares: whether what it has as `prepare` is called.
@@ -41,7 +42,7 @@ def load_agent(path: str, arguments: Mapping[str, Any], *, prepares: bool = True
     return partial(agent, **arguments)
 
 
-def _check_call(agent: Agent, path: str, arguments: Mapping[str, Any]) -> None:
+def _check_call(agent: Agent, path: str, arguments: CallArguments) -> None:
     signature = inspect.signature(agent)
     try:
         signature.bind_partial(None, {})

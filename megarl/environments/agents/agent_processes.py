@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ from megarl.environments.agents.chat_client import AT_ONCE, MOST_BYTES
 from megarl.isolation.child import OUT_OF_MEMORY, too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import Job, ProcessEnd, WorkerProcess, as_line, read_reward_result
+from megarl.types.json_objects import CallArguments
 from megarl.types.reward_result import Failure, RewardResult
 
 _GRACE_S = 2.0  # in which a run ends that was cancelled
@@ -33,7 +34,7 @@ class AgentSettings:
     """
 
     agent: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: CallArguments = field(default_factory=dict)
     workers: int = 2
     memory_mb: int = 1024
     start_s: float = 600.0

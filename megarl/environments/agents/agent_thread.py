@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import Any
 
 from megarl.config import Recipe
 from megarl.environments.agents.agent_processes import AgentSettings, AgentWorkers, overdue
@@ -13,6 +12,7 @@ from megarl.environments.agents.agent_requests import AgentRequests
 from megarl.environments.agents.chat import Access, ChatHandler
 from megarl.isolation.loop_thread import LoopThread
 from megarl.isolation.pool import start_pool
+from megarl.types.json_objects import Columns, Message
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.worker_faults import WorkerFaults
 
@@ -61,8 +61,8 @@ class AgentThread:
 
     async def run(
         self,
-        row: Mapping[str, Any],
-        prompt: Sequence[Mapping[str, Any]],
+        row: Columns,
+        prompt: Sequence[Message],
         seed: int,
         handler: ChatHandler,
         access: Access | None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
+
+from megarl.types.json_objects import JsonObject, Message, ToolSchema
 
 Finish = Literal["stop", "length", "tool_calls"]  # as OpenAI's finish_reason
 
@@ -33,8 +35,8 @@ class ChatRequest:
     the model to be sampled with; it is refused where that is not so. None: as the recipe says.
     """
 
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema] = ()
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     temperature: float | None = None
@@ -60,7 +62,7 @@ class ChatAnswer:
     prompt_tokens: int
     completion_tokens: int
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         """The assistant's message in OpenAI's form, which the agent appends to its messages."""
         calls = [
             {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any
 
 from megarl.environments.agents.chat import Access, EpisodeOver
+from megarl.types.json_objects import JsonObject, Message, ToolSchema
 
 AT_ONCE = 64  # runs in a process
 MOST_BYTES = 2**24  # of a request as JSON
@@ -28,7 +28,7 @@ class Chat:
     """
 
     def __init__(
-        self, send: _Send, prompt: Sequence[Mapping[str, Any]], seed: int, access: Access | None
+        self, send: _Send, prompt: Sequence[Message], seed: int, access: Access | None
     ) -> None:
         """send: writes a message to the parent: its kind, the number of the request, and JSON."""
         self.seed = seed
@@ -38,19 +38,19 @@ class Chat:
         self._send = send
         self._prompt = prompt
         self._numbers = count()
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[int, asyncio.Future[JsonObject]] = {}
         self._over: str | None = None
 
     @property
-    def prompt(self) -> list[dict[str, Any]]:
+    def prompt(self) -> list[JsonObject]:
         """A new copy each time, to which an agent can append."""
         return copy.deepcopy([*map(dict, self._prompt)])
 
     async def __call__(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> dict[str, Any]:
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> JsonObject:
         """The assistant's message in OpenAI's form, with `tool_calls` where the model calls.
 
         messages: the whole conversation in OpenAI's form; tools: schemas of the tools that the model may call, and
@@ -73,7 +73,7 @@ class Chat:
             if answer.cancelled():
                 self._send("drop", number, _NOTHING)
 
-    def settle(self, number: int, outcome: dict[str, Any] | Exception) -> None:
+    def settle(self, number: int, outcome: JsonObject | Exception) -> None:
         """Answer an open request with a message, or raise an exception in the agent. Called in any thread."""
         if isinstance(outcome, EpisodeOver):
             self._over = self._over or str(outcome)
@@ -89,7 +89,7 @@ class Chat:
             self.settle(number, EpisodeOver(self._over))
 
 
-def _settle(answer: asyncio.Future[dict[str, Any]], outcome: dict[str, Any] | Exception) -> None:
+def _settle(answer: asyncio.Future[JsonObject], outcome: JsonObject | Exception) -> None:
     if answer.done():
         return
     if isinstance(outcome, Exception):

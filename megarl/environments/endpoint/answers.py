@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from megarl.environments.agents.chat import ChatAnswer
 from megarl.environments.endpoint.request_fields import Completion
+from megarl.types.json_objects import JsonObject
 
 # some clients read lines of at most 64 KiB, and JSON writes a character in 12 bytes at most
 _CHUNK_CHARACTERS = 4096
 
 
-def error(message: str, code: str, param: str | None = None) -> dict[str, Any]:
+def error(message: str, code: str, param: str | None = None) -> JsonObject:
     details = {"message": message, "type": "invalid_request_error", "param": param or None}
     return {"error": {**details, "code": code}}
 
 
-def models(created: int) -> dict[str, Any]:
+def models(created: int) -> JsonObject:
     """The list of models, which has the policy alone: it answers under any name."""
     model = {"id": "policy", "object": "model", "created": created, "owned_by": "megarl"}
     return {"object": "list", "data": [model]}
 
 
-def whole(asked: Completion, answer: ChatAnswer, number: str, created: int) -> dict[str, Any]:
+def whole(asked: Completion, answer: ChatAnswer, number: str, created: int) -> JsonObject:
     """The completion. number: its id; created: seconds since 1970."""
     choice = {
         "index": 0,
@@ -50,11 +50,11 @@ def events(asked: Completion, answer: ChatAnswer, number: str, created: int) -> 
     yield b"data: [DONE]\n\n"
 
 
-def _head(kind: str, asked: Completion, number: str, created: int) -> dict[str, Any]:
+def _head(kind: str, asked: Completion, number: str, created: int) -> JsonObject:
     return {"id": number, "object": kind, "created": created, "model": asked.model}
 
 
-def _deltas(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
+def _deltas(answer: ChatAnswer) -> Iterator[JsonObject]:
     yield {"role": "assistant", "content": ""}
     for piece in _pieces(answer.content):
         yield {"content": piece}
@@ -72,7 +72,7 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start : start + _CHUNK_CHARACTERS]
 
 
-def _event(chunk: dict[str, Any]) -> bytes:
+def _event(chunk: JsonObject) -> bytes:
     return b"data: " + json.dumps(chunk).encode("ascii") + b"\n\n"
 
 

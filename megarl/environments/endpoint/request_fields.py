@@ -22,7 +22,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from megarl.data.files import depth
 from megarl.environments.agents.chat import ChatRequest
+from megarl.types.json_objects import JsonObject
 
 MOST_STOPS = 16
 # of one of them: the engine decodes as many tokens after each that it samples
@@ -91,7 +93,7 @@ def read_body(body: bytes) -> Completion:
     return Completion(asked.model, chat, asked.stream, include_usage)
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse(body: bytes) -> JsonObject:
     marks = sum(map(body.count, (b",", b"[", b"{")))
     if marks > MOST_MARKS:
         words = f"the body is not read, because it has {marks} commas and opening brackets, more than {MOST_MARKS}"
@@ -104,7 +106,7 @@ def _parse(body: bytes) -> dict[str, Any]:
         raise BadField("", "the body is not JSON in UTF-8") from None
     if not isinstance(fields, dict):
         raise BadField("", "the body is not a JSON object")
-    if _is_nested_deeper(fields, _MAX_DEPTH):
+    if depth(fields) > _MAX_DEPTH:
         words = f"the body is not read, because it is nested deeper than {_MAX_DEPTH} levels"
         raise BadField("", words)
     return fields
@@ -112,14 +114,6 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 def _no_number(text: str) -> None:
     raise ValueError(f"JSON has no {text}")
-
-
-def _is_nested_deeper(fields: dict[str, Any], levels: int) -> bool:
-    level: list[Any] = [fields]
-    for _ in range(levels):
-        inner = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
-    return bool(level)
 
 
 def _bad_field(error: ValidationError) -> BadField:
@@ -172,7 +166,7 @@ def _without_nulls(json_value: Any) -> Any:
     return {name: value for name, value in json_value.items() if value is not None}
 
 
-def _known(json_object: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+def _known(json_object: JsonObject, known: Collection[str]) -> JsonObject:
     """The same, where all are known. Pydantic would list all unknown ones, which takes long where they are many."""
     fields = _without_nulls(json_object)
     unknown = next((name for name in fields if name not in known), None)
@@ -263,7 +257,7 @@ class _AssistantCall(_Extensible):
 class _OfferedFunction(_Extensible):
     name: str
     description: NotRequired[str]
-    parameters: NotRequired[dict[str, Any]]
+    parameters: NotRequired[JsonObject]
 
 
 class _OfferedTool(_Extensible):
@@ -350,5 +344,5 @@ class _RequestFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, body: dict[str, Any]) -> dict[str, Any]:
+    def _check_names(cls, body: JsonObject) -> JsonObject:
         return _known(body, cls.model_fields)

@@ -52,12 +52,13 @@ from megarl.isolation.child import (
 )
 from megarl.isolation.service import limit_job
 from megarl.printable import describe_error
+from megarl.types.json_objects import JsonObject
 from megarl.types.reward_result import Failure, reward_result_of
 
 JobMessage = list[Any]
 
 
-def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
+def main(parent: ParentSocket, spec: JsonObject) -> None:
     """Do jobs until the parent closes the socket or ends."""
     share_heap()
     if spec["environment"] is None:
@@ -82,7 +83,7 @@ def _ready(toolbox: Toolbox) -> list[Any]:
 class EnvironmentHost:
     """The instances of a process, and the two threads that run their functions."""
 
-    def __init__(self, parent: ParentSocket, toolbox: Toolbox, spec: dict[str, Any]) -> None:
+    def __init__(self, parent: ParentSocket, toolbox: Toolbox, spec: JsonObject) -> None:
         self._parent = parent
         self._toolbox = toolbox
         self._timeout_s = spec["call_timeout_s"]

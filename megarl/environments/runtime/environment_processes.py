@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from megarl.isolation.process import (
     read_reward_result,
 )
 from megarl.types import UserError
+from megarl.types.json_objects import CallArguments, JsonObject
 from megarl.types.reward_result import LARGEST_REWARD, RewardResult
 
 _AT_ONCE = 256  # calls of `async def` functions in flight to a process
@@ -41,7 +42,7 @@ class EnvironmentSettings:
 
     tools: tuple[str, ...] = ()
     environment: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: CallArguments = field(default_factory=dict)
     call_timeout_s: float = 10.0
     workers: int = 2
     memory_mb: int = 1024
@@ -98,7 +99,7 @@ class EnvironmentJob(Job):
 class Offer:
     """What the processes have loaded. is_async: names of tools and reserved methods; has: reserved methods defined."""
 
-    schemas: list[dict[str, Any]]
+    schemas: list[JsonObject]
     is_async: frozenset[str]
     has: frozenset[str]
     is_replayable: bool

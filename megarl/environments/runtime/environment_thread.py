@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from megarl.config import Recipe
 from megarl.environments.runtime.environment_processes import (
@@ -34,6 +33,7 @@ from megarl.isolation.loop_thread import LoopThread, in_own_thread
 from megarl.isolation.pool import start_pool
 from megarl.isolation.process import Lost
 from megarl.types import UserError
+from megarl.types.json_objects import Columns, JsonObject
 from megarl.types.reward_result import RewardResult
 from megarl.types.worker_faults import WorkerFaults
 
@@ -79,7 +79,7 @@ class _Episode:
     """One attempt at a row. history: the operations done so far with their results, those done together in a list.
     is_spoiled: one was cut or given up; nobody knows the instance's state. turn: held by operations to their end."""
 
-    row: Mapping[str, Any]
+    row: Columns
     seed: int
     instance: int
     worker: EnvironmentProcess | None = None
@@ -113,7 +113,7 @@ class EnvironmentThread:
         return self._workers.offer
 
     @property
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[JsonObject]:
         """The schemas of the tools, in the form of OpenAI's `tools`."""
         return self.offer.schemas
 
@@ -156,7 +156,7 @@ class EnvironmentThread:
         self._workers.restart()
 
     @in_own_thread
-    async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None:
+    async def open(self, episode: str, row: Columns, seed: int) -> str | None:
         """Begin an episode under a name of its own: the text that `reset` appends to the prompt as the user."""
         opened = self._added(episode, row, seed)
         if self._settings.environment is None:
@@ -168,9 +168,7 @@ class EnvironmentThread:
         return self._text(opened, "reset", result).text
 
     @in_own_thread
-    async def resume(
-        self, episode: str, row: Mapping[str, Any], seed: int, history: str | None
-    ) -> int:
+    async def resume(self, episode: str, row: Columns, seed: int, history: str | None) -> int:
         """Begin an episode that `leave` has ended, with the state that it had: what was done is done again.
 
         Returns how many operations that were, as `leave` counts them.
@@ -261,7 +259,7 @@ class EnvironmentThread:
         await self._workers.end()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _added(self, episode: str, row: Mapping[str, Any], seed: int) -> _Episode:
+    def _added(self, episode: str, row: Columns, seed: int) -> _Episode:
         if episode in self._episodes:
             raise ValueError(f"the episode {episode!r} is open")
         self._num_opened += 1

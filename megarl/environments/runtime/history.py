@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from megarl.environments.runtime.environment_processes import JobFailure, JobResult
 from megarl.environments.runtime.results import CallResult
+from megarl.types.json_objects import Columns, JsonObject
 
 Operation = tuple[Any, ...]  # as the worker reads it, without its number and its instance
 # operations that were done together, by their places
@@ -30,7 +31,7 @@ def to_json(history: Sequence[Together]) -> str | None:
         return None
 
 
-def from_json(text: str, row: Mapping[str, Any], seed: int) -> list[Together]:
+def from_json(text: str, row: Columns, seed: int) -> list[Together]:
     """The history that `to_json` wrote. Raises ValueError and RecursionError where it cannot be read."""
     return [
         {
@@ -72,20 +73,20 @@ def _seen(done: Together) -> list[tuple[Operation, JobResult]]:
     ]
 
 
-def _read(operation: Sequence[Any], row: Mapping[str, Any], seed: int) -> Operation:
+def _read(operation: Sequence[Any], row: Columns, seed: int) -> Operation:
     if operation[0] == "open":
         return ("open", row, seed)
     return tuple(operation)
 
 
-def _result(result: JobResult) -> dict[str, Any] | None:
+def _result(result: JobResult) -> JsonObject | None:
     if result is None:
         return None
     assert isinstance(result, CallResult | JobFailure), "a reward or a lost job is in no history"
     return asdict(result)
 
 
-def _result_of(result: dict[str, Any] | None) -> JobResult:
+def _result_of(result: JsonObject | None) -> JobResult:
     if result is None:
         return None
     if "kind" in result:

@@ -11,6 +11,7 @@ from megarl.environments.runtime.environment import Environment
 from megarl.environments.runtime.tools import Tool, make_tool
 from megarl.isolation.function_loading import PREPARE, kind_of, load_object, prepare
 from megarl.types import UserError
+from megarl.types.json_objects import CallArguments
 
 TOOLS = "episode.tools"
 ENVIRONMENT = "episode.environment"
@@ -30,7 +31,7 @@ class Toolbox:
 
     tools: Mapping[str, Tool]
     environment: type[Environment] | None = None
-    arguments: Mapping[str, Any] | None = None
+    arguments: CallArguments | None = None
     has: frozenset[str] = frozenset()
     is_async: frozenset[str] = frozenset()
 
@@ -43,9 +44,7 @@ class Toolbox:
         return instance
 
 
-def load_tools(
-    paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: bool = True
-) -> Toolbox:
+def load_tools(paths: Sequence[str], arguments: CallArguments, *, prepares: bool = True) -> Toolbox:
     """The functions at `paths`, each with those of the arguments that it takes. Raises UserError.
 
     prepares: whether what they have as `prepare` is called.
@@ -75,7 +74,7 @@ def load_tools(
     return Toolbox(tools)
 
 
-def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool = True) -> Toolbox:
+def load_environment(path: str, arguments: CallArguments, *, prepares: bool = True) -> Toolbox:
     """The class at `path`, its public methods as tools; prepares: as of `load_tools`. Raises UserError."""
     environment_class = load_object(path, ENVIRONMENT, _FORM, _EXAMPLE.format("guess:Guess"))
     if not (inspect.isclass(environment_class) and issubclass(environment_class, Environment)):
@@ -125,7 +124,7 @@ def _method_tool(environment: type[Environment], name: str, path: str) -> Tool:
     return make_tool(function, name, ENVIRONMENT, f"{path}.{name}", arguments={}, is_method=True)
 
 
-def _check_call(environment: type[Environment], path: str, arguments: Mapping[str, Any]) -> None:
+def _check_call(environment: type[Environment], path: str, arguments: CallArguments) -> None:
     try:
         inspect.signature(environment).bind(**arguments)
     except TypeError as error:

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.printable import describe_error, short
 from megarl.types import UserError
+from megarl.types.json_objects import CallArguments, ToolSchema
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 _ENTRY = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
@@ -41,7 +42,7 @@ class Tool:
     function: Callable[..., Any]  # of an environment's class: takes the instance first
     bound: Mapping[str, Any]  # arguments from the recipe
     is_async: bool
-    schema: Mapping[str, Any]
+    schema: ToolSchema
     model: type[BaseModel]
     fields: Mapping[str, str]
 
@@ -73,7 +74,7 @@ def make_tool(
     where: str,
     path: str,
     *,
-    arguments: Mapping[str, Any],
+    arguments: CallArguments,
     is_method: bool,
 ) -> Tool:
     """The tool that a function is. path: its name in messages; arguments: the recipe's, bound where it takes them.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from megarl.config import RewardConfig
 from megarl.isolation.loop_thread import LoopThread
 from megarl.rollout.reward_workers.reward_pool import Episodes, Pool
 from megarl.rollout.reward_workers.reward_process import RewardSpec
 from megarl.rollout.rewards import WHERE
+from megarl.types.json_objects import Columns
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.worker_faults import WorkerFaults, all_faults
 
@@ -31,7 +31,7 @@ def reward_specs(reward: RewardConfig, start_s: float) -> dict[str, RewardSpec]:
     return specs
 
 
-def source_of(reward: RewardConfig, row: Mapping[str, Any]) -> str:
+def source_of(reward: RewardConfig, row: Columns) -> str:
     """The source whose function scores a row: its own if it has one."""
     name = str(row.get(reward.source, ""))
     return name if name in reward.by_source else DEFAULT
@@ -54,7 +54,7 @@ class RewardWorkers:
             raise
 
     async def reward_results(
-        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
+        self, answer: str, row: Columns, responses: Sequence[str], episodes: Episodes = ()
     ) -> list[RewardResult | Failure]:
         """One for each response, in order. episodes: as of `Pool.verdicts`.
 
@@ -64,7 +64,7 @@ class RewardWorkers:
         return await self._thread.run(pool.reward_results(answer, row, responses, episodes))
 
     def wait_for_rewards(
-        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
+        self, answer: str, row: Columns, responses: Sequence[str], episodes: Episodes = ()
     ) -> list[RewardResult | Failure]:
         """`reward_results` where no loop runs."""
         return asyncio.run(self.reward_results(answer, row, responses, episodes))

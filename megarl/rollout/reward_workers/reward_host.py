@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.isolation.child import (
     LINE_BYTES,
     OUT_OF_MEMORY,
     ParentSocket,
+    as_line,
     free_spare_memory,
     limit_memory,
     tell_service_events,
@@ -29,25 +30,26 @@ from megarl.isolation.function_loading import is_coroutine_function
 from megarl.isolation.service import limit_job
 from megarl.printable import describe_error
 from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
+from megarl.types.json_objects import Columns, JsonObject
 from megarl.types.reward_result import Failure, RewardResult, reward_result_of
 
 _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
 
 
-def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
+def main(parent: ParentSocket, spec: JsonObject) -> None:
     """Score responses until the parent closes the socket or ends."""
-    tell_service_events(lambda message: parent.write(_line(message)))
+    tell_service_events(lambda message: parent.write(as_line(message)))
     reward = load_reward(spec["function"], spec["arguments"], spec["where"])
     is_async = is_coroutine_function(reward)
     limit_memory(spec["memory_mb"])
-    parent.write(_line([is_async, takes_episode(reward)]))
+    parent.write(as_line([is_async, takes_episode(reward)]))
     if is_async:
         asyncio.run(_score_together(parent, reward, spec["timeout_s"]))
     else:
         _score_in_turn(parent, reward, spec["timeout_s"])
 
 
-def _keywords(episode: Sequence[Any]) -> dict[str, Any]:
+def _keywords(episode: Sequence[Any]) -> JsonObject:
     """Of a function, from the rest of a response's message."""
     return {EPISODE: episode[0]} if episode else {}
 
@@ -74,10 +76,10 @@ async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float
     """Score every response as it comes: the parent decides how many are in flight."""
     reader, writer = await asyncio.open_connection(sock=parent.socket, limit=LINE_BYTES)
     loop = asyncio.get_running_loop()
-    tell_service_events(lambda message: loop.call_soon_threadsafe(writer.write, _line(message)))
+    tell_service_events(lambda message: loop.call_soon_threadsafe(writer.write, as_line(message)))
     tasks: set[asyncio.Task[None]] = set()
 
-    async def score(message: Sequence[Any], answer: str, row: Mapping[str, Any]) -> None:
+    async def score(message: Sequence[Any], answer: str, row: Columns) -> None:
         number, response, *episode = message
         limit_job(timeout_s)
         bound = asyncio.timeout(timeout_s)
@@ -113,13 +115,9 @@ def _failure(error: BaseException) -> Failure:
 def _reply(write: Callable[[bytes], object], number: int, result: RewardResult | Failure) -> None:
     """Write a response's result; does not return when the memory is full."""
     if isinstance(result, RewardResult):
-        write(_line([number, result.reward, result.correct, result.answer]))
+        write(as_line([number, result.reward, result.correct, result.answer]))
     else:
-        write(_line([number, result.words, result is _OUT_OF_MEMORY]))
+        write(as_line([number, result.words, result is _OUT_OF_MEMORY]))
     while result is _OUT_OF_MEMORY:
         # its memory is too fragmented to go on; the parent kills it when it has read the reply
         signal.pause()
-
-
-def _line(message: object) -> bytes:
-    return json.dumps(message).encode() + b"\n"

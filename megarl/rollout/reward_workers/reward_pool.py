@@ -10,6 +10,7 @@ from megarl.isolation.child import too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import ProcessEnd, as_line
 from megarl.rollout.reward_workers.reward_process import Request, RewardProcess, RewardSpec
+from megarl.types.json_objects import Columns
 from megarl.types.reward_result import LARGEST_REWARD, Failure, RewardResult
 
 Episodes = Sequence[Mapping[str, Any] | None]
@@ -24,7 +25,7 @@ class Pool(WorkerPool[RewardProcess]):
         self.slowest_s = 0.0  # of all verdicts so far
 
     async def reward_results(
-        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
+        self, answer: str, row: Columns, responses: Sequence[str], episodes: Episodes = ()
     ) -> list[RewardResult | Failure]:
         """In the order of the responses. episodes: of each response, or none where they are no episodes.
 

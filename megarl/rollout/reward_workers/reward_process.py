@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.isolation.process import Job, WorkerProcess, as_line
+from megarl.types.json_objects import CallArguments
 
 AT_ONCE = 64  # responses in flight to a function that is `async def`
 _GRACE_S = 1.0  # in which a worker of such a function cancels a call that takes too long
@@ -19,7 +20,7 @@ class RewardSpec:
 
     where: str
     function: str
-    arguments: Mapping[str, Any]
+    arguments: CallArguments
     timeout_s: float
     memory_mb: int
     start_s: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from megarl.isolation.service import TryAgain as TryAgain
 from megarl.isolation.service import Unavailable as Unavailable
 from megarl.printable import short
 from megarl.types import UserError
+from megarl.types.json_objects import CallArguments
 from megarl.types.reward_result import Failure as Failure
 from megarl.types.reward_result import RewardResult as RewardResult
 from megarl.types.reward_result import refuse_earlier_name
@@ -33,7 +34,7 @@ def __getattr__(name: str) -> object:
     refuse_earlier_name(__name__, name)
 
 
-def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> Reward:
+def load_reward(path: str, arguments: CallArguments, where: str = WHERE) -> Reward:
     """The function at `module:function`, with its keyword arguments. Raises UserError when there is no such function.
 
     where: the recipe key that names it.

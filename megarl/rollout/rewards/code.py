@@ -15,17 +15,17 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from megarl.isolation import http_service, sandbox
 from megarl.isolation.sandbox import Outcome, SandboxLimits
 from megarl.rollout.rewards import SANDBOX_HINT, WHERE
 from megarl.rollout.rewards.code_tests import Suite, TestReport, read_tests
 from megarl.rollout.rewards.inside_tests import BEGUN
+from megarl.types.json_objects import Columns, JsonObject
 from megarl.types.reward_result import RewardResult
 
 _INSIDE = Path(__file__).with_name("inside_tests.py").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ _ALL_OUTPUT_BYTES = 64 << 20
 def score(
     response: str,
     answer: str,
-    row: Mapping[str, Any],
+    row: Columns,
     *,
     tests: str = "tests",
     timeout_s: float = 4.0,
@@ -88,7 +88,7 @@ class _Runner:
     timeout_s: float
 
     def reports(
-        self, program: str, setup: str, tests: Sequence[dict[str, Any]], *, stop: bool
+        self, program: str, setup: str, tests: Sequence[JsonObject], *, stop: bool
     ) -> list[TestReport]:
         """A report for each test that was run, in order. stop: run no test after one that exits with an error."""
         job = {

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.rollout.rewards.code_asserts import Cut, cut, imports_of
 from megarl.rollout.rewards.inside_tests import decode
+from megarl.types.json_objects import JsonObject
 
 _TOLERANCE = 1e-6  # relative and absolute, between numbers with a fraction
 _NAMES = ("fn_name", "func_name")
@@ -29,7 +30,7 @@ class Check:
     """One test. sent: its parts for the sandbox; passes: their reports -> whether it passed, or an expression that says
     so when it is evaluated in a sandbox without the program."""
 
-    sent: tuple[dict[str, Any], ...]
+    sent: tuple[JsonObject, ...]
     passes: Callable[[Sequence[TestReport]], bool | str]
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from megarl.types.json_objects import Columns
 
 
-def score(response: str, answer: str, row: Mapping[str, Any]) -> float:
+def score(response: str, answer: str, row: Columns) -> float:
     """1 when response and answer are equal but for surrounding white space, else 0."""
     return float(response.strip() == answer.strip())

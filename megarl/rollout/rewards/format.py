@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
+from megarl.types.json_objects import CallArguments, Columns
 from megarl.types.reward_result import RewardResult, reward_result_of
 
 THINK_ANSWER = r"<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?P<answer>(?:(?!</?answer>).)*)</answer>"
@@ -16,11 +17,11 @@ THINK_ANSWER = r"<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?P<ans
 def score(
     response: str,
     answer: str,
-    row: Mapping[str, Any],
+    row: Columns,
     *,
     pattern: str = THINK_ANSWER,
     function: str | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: CallArguments | None = None,
     reward: float = 1.0,
     wrong: float = 0.0,
     episode: Mapping[str, Any] | None = None,

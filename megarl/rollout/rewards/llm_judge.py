@@ -6,14 +6,13 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Mapping
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from megarl.isolation.http_status import certificates, host_of, require_available
 from megarl.isolation.service import Service, ServiceError, TryAgain, Unavailable
+from megarl.types.json_objects import Columns
 from megarl.types.reward_result import RewardResult
 
 PROMPT = """You grade an answer to a question.
@@ -50,7 +49,7 @@ class JudgeError(Exception):
 async def score(
     response: str,
     answer: str,
-    row: Mapping[str, Any],
+    row: Columns,
     *,
     url: str,
     model: str,
@@ -103,7 +102,7 @@ def _service(url: str, tries: int, timeout_s: float) -> Service:
     return Service(host_of(url), faults=(httpx.TransportError,), tries=tries, timeout_s=timeout_s)
 
 
-def _question(row: Mapping[str, Any], column: str) -> str:
+def _question(row: Columns, column: str) -> str:
     """The question's text; all turns of a conversation."""
     if column not in row:
         raise ValueError(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from megarl.rollout.rewards.boxes import last_box
+from megarl.types.json_objects import Columns
 from megarl.types.reward_result import RewardResult
 
 _TAIL = 1000  # characters in which a final answer is looked for where nothing is boxed
@@ -40,7 +40,7 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 def score(
-    response: str, answer: str, row: Mapping[str, Any], *, correct: float = 1.0, wrong: float = 0.0
+    response: str, answer: str, row: Columns, *, correct: float = 1.0, wrong: float = 0.0
 ) -> RewardResult:
     """`correct` if the last \\boxed{...}, or else the final answer in the end of the text, equals the answer.
 

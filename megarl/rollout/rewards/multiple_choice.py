@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from megarl.rollout.rewards.boxes import last_box
+from megarl.types.json_objects import Columns
 from megarl.types.reward_result import RewardResult
 
 _WRAP = r"(?:[\s*_$({\[`\"'<>]|\\\()*"
@@ -26,7 +25,7 @@ _TAIL = 2000  # characters
 def score(
     response: str,
     answer: str,
-    row: Mapping[str, Any],
+    row: Columns,
     *,
     options: str = "ABCDEFGHIJ",
     correct: float = 1.0,

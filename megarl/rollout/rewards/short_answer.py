@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
-from typing import Any
 
+from megarl.types.json_objects import Columns
 from megarl.types.reward_result import RewardResult
 
 _OPEN = "<answer>"
@@ -19,7 +18,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 def score(
     response: str,
     answer: str,
-    row: Mapping[str, Any],
+    row: Columns,
     *,
     answers: str = "golden_answers",
     correct: float = 1.0,

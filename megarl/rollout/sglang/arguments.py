@@ -21,6 +21,7 @@ from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.batch_sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
 from megarl.types import UNKNOWN_ENGINE, UserError
+from megarl.types.listed import ErrorIterator, listed
 
 WHERE = "rollout.engine.sglang"
 _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
@@ -267,26 +268,25 @@ def _draft_arguments(draft: int) -> dict[str, Any]:
     }
 
 
-def sglang_errors(arguments: Mapping[str, Any]) -> list[UserError]:
+@listed
+def sglang_errors(arguments: Mapping[str, Any]) -> ErrorIterator:
     """Keys of `rollout.engine.sglang` that SGLang does not have, or that megarl sets or does not support."""
     known = server_fields()
-    errors = []
     for key in arguments:
         where = f"{WHERE}.{key}"
         owner = "speculative_" if key.startswith("speculative_") else key
         if owner in _SET_BY_MEGARL:
             hint = f"set {_SET_BY_MEGARL[owner]} and remove it"
-            errors.append(UserError(where, "is set by megarl itself", hint))
+            yield UserError(where, "is set by megarl itself", hint)
         elif key in _NOT_IN_RECIPES:
-            errors.append(UserError(where, "is set by megarl itself", "remove it"))
+            yield UserError(where, "is set by megarl itself", "remove it")
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
-            errors.append(UserError(where, f"resharding does not support it: {why}", "remove it"))
+            yield UserError(where, f"resharding does not support it: {why}", "remove it")
         elif key not in known:
             hint = did_you_mean(
                 near(key, sorted(known)), "see SGLang's ServerArgs for the names it has"
             )
-            errors.append(UserError(where, "SGLang has no such server argument", hint))
-    return errors
+            yield UserError(where, "SGLang has no such server argument", hint)
 
 
 def latent_cache_errors(arguments: Mapping[str, Any]) -> list[UserError]:

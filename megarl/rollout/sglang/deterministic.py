@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.device import DEVICE
@@ -59,11 +60,11 @@ def sample_by_seed() -> None:
 
     def choose(
         self: Any,
-        probs: torch.Tensor,
+        probs: Tensor,
         info: Any,
-        positions: torch.Tensor,
+        positions: Tensor,
         simple_sampling_case: bool,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         if simple_sampling_case:
             kept = probs
         else:
@@ -75,7 +76,7 @@ def sample_by_seed() -> None:
     sampler_class._sample_from_probs = choose
 
 
-def truncated(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+def truncated(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     """probs [rows, vocabulary], with 0 for all but each row's top-k and top-p tokens; not renormalised."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
@@ -120,9 +121,7 @@ def use_log_softmax() -> None:
     sampler.Sampler = Sampler
 
 
-def murmur_hash(
-    seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
-) -> torch.Tensor:
+def murmur_hash(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
     """MurmurHash3 (32 bits) of the words (seed low, seed high, position, column): int64 [rows, columns] below 2^32.
 
     seeds: uint64 [rows]; positions: [rows]; columns: [columns]. Int64 products wrap, but their low 32 bits are exact.
@@ -137,12 +136,12 @@ def murmur_hash(
     return mixed ^ (mixed >> 16)
 
 
-def _mix(mixed: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+def _mix(mixed: Tensor, word: Tensor) -> Tensor:
     word = (_rotated((word * 0xCC9E2D51) & _LOW, 15) * 0x1B873593) & _LOW
     return (_rotated(mixed ^ word, 13) * 5 + 0xE6546B64) & _LOW
 
 
-def _rotated(word: torch.Tensor, by: int) -> torch.Tensor:
+def _rotated(word: Tensor, by: int) -> Tensor:
     return ((word << by) | (word >> (32 - by))) & _LOW
 
 
@@ -169,7 +168,7 @@ def use_batch_invariant_kernels() -> None:
 _KEPT_LIBRARIES: list[torch.library.Library] = []
 
 
-def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
     """left [rows, inner] x right [inner, columns]"""
     (rows, inner) = left.shape
     width = right.shape[1]
@@ -183,25 +182,25 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def sum_with_product(
-    addend: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
+    addend: Tensor,
+    left: Tensor,
+    right: Tensor,
     *,
     beta: float = 1,
     alpha: float = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """beta addend + alpha left x right"""
     return product(left, right) * alpha + addend * beta
 
 
-def batched_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def batched_product(left: Tensor, right: Tensor) -> Tensor:
     """left [batch, rows, inner] x right [batch, inner, columns]"""
     if not len(left):
         return left.new_empty(0, left.shape[1], right.shape[2])
     return torch.stack([product(*matrices) for matrices in zip(left, right, strict=True)])
 
 
-def _in_whole_vectors(tensor: torch.Tensor, function: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _in_whole_vectors(tensor: Tensor, function: Callable[..., Tensor]) -> Tensor:
     """Apply an elementwise function to a tensor of at least one dimension, with rows padded to whole vectors."""
     width = tensor.shape[-1]
     padded = F.pad(tensor, (0, _up(width, _LINE) - width))
@@ -216,7 +215,7 @@ def reduce_in_rank_order() -> None:
     """All-reduce in rank order: gloo's order of addition depends on the tensor's size and on the element's place."""
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
-    def all_reduce(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self: Any, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]

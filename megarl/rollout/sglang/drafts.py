@@ -11,32 +11,30 @@ from megarl.config import Recipe
 from megarl.rollout.sglang.arguments import LATENT_FP8_BACKENDS, WHERE
 from megarl.rollout.sglang.batch_sizes import given_sizes, limit_of, most_sequences
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, listed
 
 # Attention backends that run a draft model on NVIDIA's GPUs.
 DRAFT_BACKENDS = ("fa3", "fa4", "flashinfer", *LATENT_FP8_BACKENDS)
 _LEAST_CHUNK = 8192  # tokens of prompts that SGLang reads at once on cards of 60 GiB and more
 
 
-def draft_errors(recipe: Recipe) -> list[UserError]:
+@listed
+def draft_errors(recipe: Recipe) -> ErrorIterator:
     """Settings that do not go with drafts: seeds, other attention backends, more routed experts than SGLang stores."""
     engine = recipe.rollout.engine
     if not engine.draft:
-        return []
-    errors = []
+        return
     none = "or rollout.engine.draft to 0"
     if recipe.rollout.seeded:
         problem = "true, but SGLang's verification of drafts does not use the samples' seeds"
-        errors.append(UserError("rollout.seeded", problem, f"set it to false, {none}"))
+        yield UserError("rollout.seeded", problem, f"set it to false, {none}")
     backends = f"{', '.join(DRAFT_BACKENDS[:-1])} or {DRAFT_BACKENDS[-1]}"
     for key in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if (backend := engine.sglang.get(key)) and backend not in DRAFT_BACKENDS:
             problem = f"{backend} does not run a draft model"
-            errors.append(
-                UserError(f"{WHERE}.{key}", problem, f"remove it, set it to {backends}, {none}")
-            )
+            yield UserError(f"{WHERE}.{key}", problem, f"remove it, set it to {backends}, {none}")
     if recipe.train.replay == "r3":
-        errors += _capture_errors(recipe)
-    return errors
+        yield from _capture_errors(recipe)
 
 
 def _capture_errors(recipe: Recipe) -> list[UserError]:

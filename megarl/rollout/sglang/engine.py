@@ -23,6 +23,7 @@ from megarl.rollout.sglang.adapter_slot import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.host import EngineError, EngineLost, Host
 from megarl.types import FaultMember, Row, Sample, SamplePart, SilentFault, with_part
+from megarl.types.json_objects import JsonObject
 from megarl.types.sampling import Sampling, sample_seed
 
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
@@ -212,9 +213,9 @@ class Engine:
         """End and reap the schedulers, and remove all files; may be called again."""
         self._host.stop()
 
-    def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> dict[str, Any]:
+    def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> JsonObject:
         """SGLang's parameters of sample `place` of a prompt, which has so many tokens already."""
-        parameters: dict[str, Any] = {
+        parameters: JsonObject = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_new_tokens": sampling.new_tokens(response_tokens),
@@ -228,10 +229,10 @@ class Engine:
     async def _ask(
         self,
         input_ids: list[list[int]],
-        parameters: list[dict[str, Any]],
+        parameters: list[JsonObject],
         rows: int,
         requests: list[str] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """SGLang's answers to a batch. rows: of the tokens whose experts are known; requests: their names."""
         return await self._host.server.async_generate(
             input_ids=input_ids,
@@ -290,7 +291,7 @@ class Engine:
         self._refuse_to_send()
         return await self._sglang_call("send_copy", {"message": json.dumps(message)})
 
-    async def _sglang_call(self, method: str, parameters: dict[str, Any]) -> str | None:
+    async def _sglang_call(self, method: str, parameters: JsonObject) -> str | None:
         """Have all schedulers call one of our own methods; returns an error's text or None."""
         from sglang.srt.managers.io_struct import RpcReqInput
 

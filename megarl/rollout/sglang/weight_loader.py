@@ -24,6 +24,7 @@ from megarl.resharding.peer_copy import TARGET, CopyMember, PeerCopy
 from megarl.resharding.session import Session
 from megarl.resharding.shards import first_of
 from megarl.resharding.verify import VerifyError, VerifyMode
+from megarl.types.tensors import ModelChunks
 
 _exchanges: dict[str, Exchanges] = {}  # of this process, by run id
 # of this process, by run id and attempt: the models for which SGLang has called `load` up to now
@@ -54,7 +55,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         _begun.clear()
 
 
-def send(models: Sequence[torch.nn.Module], message: Mapping[str, Any], version: int) -> None:
+def send(models: ModelChunks, message: Mapping[str, Any], version: int) -> None:
     """Send this rank's weights to a new engine; collective with that, and run between two batches of this one.
 
     models: as SGLang calls `load` for them. message: a source's of `copy_messages`. version: of these weights. Raises
@@ -71,7 +72,7 @@ def send(models: Sequence[torch.nn.Module], message: Mapping[str, Any], version:
     member.run(engine_model.copied(models), version, error)
 
 
-def _receive(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
+def _receive(message: Mapping[str, Any], models: ModelChunks) -> None:
     """Take the weights of other engines as the target of a copy."""
     copy = PeerCopy.from_json(message["copy"])
     whole = engine_model.joined(models)
@@ -89,12 +90,12 @@ def forget_ranks() -> None:
     gc.collect()
 
 
-def _layout_error(whole: torch.nn.Module, models: Sequence[torch.nn.Module]) -> Exception | None:
+def _layout_error(whole: torch.nn.Module, models: ModelChunks) -> Exception | None:
     """The reason why the weights of these models are not known to be all that they compute with; else None."""
     return engine_model.unknown_layout(whole) or engine_model.draft_error(models)
 
 
-def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
+def _exchange(message: Mapping[str, Any], models: ModelChunks) -> None:
     """Carry out the steps of a reshard in this process. models: the target model, then its draft if there is one."""
     run_id = message["run_id"]
     version = message["version"]
@@ -142,7 +143,7 @@ def _error_of_reading(
     return None
 
 
-def _finish(whole: torch.nn.Module, models: Sequence[torch.nn.Module], verify: VerifyMode) -> None:
+def _finish(whole: torch.nn.Module, models: ModelChunks, verify: VerifyMode) -> None:
     """Write what the engine derives from its weights. whole: of all its models."""
     engine_model.write_constants(whole)
     for model in models:

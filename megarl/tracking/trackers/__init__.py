@@ -14,7 +14,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from megarl.printable import json_line, one_line, printable
+from megarl.printable import Say, json_line, one_line, printable
 from megarl.tracking.secrets import redacted
 from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun, Tracker
 from megarl.tracking.trackers.mlflow_run import MlflowRun
@@ -44,7 +44,7 @@ class Trackers:
         self,
         names: Sequence[str],
         run: TrackedRun,
-        say: Callable[[str], None],
+        say: Say,
         end_s: float = END_S,
     ) -> None:
         """say: prints a line for the user; called from several threads."""
@@ -105,7 +105,7 @@ class Writer:
     The thread is a daemon: a call that never returns does not keep the process from ending.
     """
 
-    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, tracker: Tracker, say: Say) -> None:
         self._name = name
         self.tracker = tracker
         self._say = say
