@@ -182,12 +182,16 @@ class Fleet(TrainingFleet):
         num_lost = self.engines.processes.num_lost
         readings["recovery/engines_lost"] = num_lost - self._num_lost
         self._num_lost = num_lost
-        stats = collect_stats(
-            self._store, self._run_id, self.attempts, self.roles.num_members, payloads
-        )
+        stats = self._stats(payloads)
         if kept_share is not None:
             stats = replace(stats, kept_share=kept_share)
         return stats, readings
+
+    def _stats(self, payloads: Sequence[PayloadName]) -> Stats:
+        """The cost of the last publication."""
+        return collect_stats(
+            self._store, self._run_id, self.attempts, self.roles.num_members, payloads
+        )
 
     def begin_copy(self, target: EngineProcess, sources: Sequence[EngineProcess]) -> dict[Ref, str]:
         """Begin to copy the weights of other engines into one; the target's calls, by worker."""
