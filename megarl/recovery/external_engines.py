@@ -21,7 +21,10 @@ _MOST_WAIT_S = 60.0
 
 @dataclass
 class _Losses:
-    """What a server was lost for. is_silent: it did not answer when it was asked last; is_spent: it is lost too often."""
+    """How often a server was lost, and the last cause.
+
+    is_silent: it did not answer when it was asked last; is_spent: it is lost more often than run.restarts allows.
+    """
 
     count: int = 0
     cause: Exception | None = None

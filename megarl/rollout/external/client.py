@@ -1,4 +1,4 @@
-"""The HTTP requests to one SGLang server: bounded answers, no redirects, no proxies, and the key in the header alone."""
+"""HTTP requests to one SGLang server: bounded answers, no redirects, no proxies, and the key in the header alone."""
 
 from __future__ import annotations
 
