@@ -86,8 +86,9 @@ class ServerFacts:
         )
 
     @property
-    def weight_version(self) -> str:
-        return str(self.model.get("weight_version"))
+    def random_seed(self) -> object:
+        """Of its samples, where requests have no seeds of their own."""
+        return self.server.get("random_seed")
 
     def problems(self, wanted: WantedServer) -> Iterator[str]:
         """What does not fit, each as the rest of a sentence about the server."""
@@ -107,6 +108,8 @@ class ServerFacts:
         for name, values in _NEEDED.items():
             if server.get(name) not in values:
                 yield f"was started with {name} {server.get(name)!r}, which must be {values[0]!r}"
+        if int(server.get("dp_size") or 1) > 1 and not wanted.is_seeded:
+            yield "has several attention groups, which draw equal random numbers without rollout.seeded"
         if wanted.is_seeded and not server.get("enable_deterministic_inference"):
             yield "was started without --enable-deterministic-inference, which rollout.seeded needs"
         if wanted.has_stop_texts and server.get("skip_tokenizer_init"):
