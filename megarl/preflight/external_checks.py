@@ -9,7 +9,7 @@ from megarl.config import EngineConfig, Recipe
 from megarl.placement.roles import Roles
 from megarl.preflight.listed import ErrorIterator, Errors, listed
 from megarl.rollout.external.client import ServerClient, ServerFault, server_key
-from megarl.rollout.external.server_checks import WantedServer, fitting_facts
+from megarl.rollout.external.server_checks import ServerFacts, WantedServer, fitting_facts
 from megarl.types import UserError
 
 WHERE = "rollout.engine.external"
@@ -100,22 +100,31 @@ def server_errors(roles: Roles) -> ErrorIterator:
 
 
 async def _asked(servers: Sequence[str], key: str | None, wanted: WantedServer) -> Errors:
-    answers = await asyncio.gather(*(_error_of(server, key, wanted) for server in servers))
-    return [
-        UserError(
-            f"{WHERE}[{number}]", problem, "start it as docs/recovery.md says, or name another"
-        )
-        for number, problem in enumerate(answers)
-        if problem
-    ]
+    answers = await asyncio.gather(*(_facts_of(server, key, wanted) for server in servers))
+    errors = []
+    server_by_seed: dict[object, str] = {}
+    for number, (server, answer) in enumerate(zip(servers, answers, strict=True)):
+        problem = ""
+        if isinstance(answer, ServerFault):
+            problem = f"{server} {answer}"
+        elif not wanted.is_seeded and answer.random_seed in server_by_seed:
+            other = server_by_seed[answer.random_seed]
+            problem = f"{server} draws the same random numbers as {other} (--random-seed)"
+        else:
+            server_by_seed[answer.random_seed] = server
+        if problem:
+            hint = "start it as docs/recovery.md says, or name another"
+            errors.append(UserError(f"{WHERE}[{number}]", problem, hint))
+    return errors
 
 
-async def _error_of(server: str, key: str | None, wanted: WantedServer) -> str:
+async def _facts_of(
+    server: str, key: str | None, wanted: WantedServer
+) -> ServerFacts | ServerFault:
     client = ServerClient(server, key, _ASKED_S)
     try:
-        await fitting_facts(client, wanted)
+        return await fitting_facts(client, wanted)
     except ServerFault as fault:
-        return f"{server} {fault}"
+        return fault
     finally:
         await client.close()
-    return ""
