@@ -94,19 +94,20 @@ class ServerClient:
     ) -> bytes:
         """The answer as it comes. Raises ServerFault where it is no success, or longer than most_bytes."""
         received = bytearray()
+        what = path.partition("?")[0]
         try:
             async with self._client.stream(method, path, json=content) as reply:
                 async for chunk in reply.aiter_bytes():
                     received += chunk
                     if len(received) > most_bytes:
-                        raise ServerFault(f"answers {path} with more than {most_bytes} bytes")
+                        raise ServerFault(f"answers {what} with more than {most_bytes} bytes")
         except httpx.TransportError as error:
-            raise ServerFault(f"does not answer {path} ({type(error).__name__})") from None
+            raise ServerFault(f"does not answer {what} ({type(error).__name__})") from None
         if reply.is_redirect:
-            raise ServerFault(f"answers {path} with a redirect, which is not followed")
+            raise ServerFault(f"answers {what} with a redirect, which is not followed")
         if reply.status_code != _OK:
             words = one_line(bytes(received).decode(errors="replace"))[:_LONGEST_TEXT]
-            raise ServerFault(f"answers {path} with status {reply.status_code}: {words}")
+            raise ServerFault(f"answers {what} with status {reply.status_code}: {words}")
         return bytes(received)
 
     async def close(self) -> None:
