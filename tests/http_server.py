@@ -41,6 +41,8 @@ def serving(answer: Callable[[Handler, dict[str, Any]], None], port: int = 0) ->
     with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
