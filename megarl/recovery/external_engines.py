@@ -17,6 +17,7 @@ from megarl.recovery.engine_processes import EngineProcess, EngineProcesses
 
 # the most that a server is left alone before it is asked again
 _MOST_WAIT_S = 60.0
+_MOST_DOUBLINGS = 6
 
 
 @dataclass
@@ -36,7 +37,7 @@ class _Losses:
         """How long the server is left alone: not at all after the first loss, then longer and longer."""
         if self.count < 2:
             return 0.0
-        return min(_MOST_WAIT_S, 2.0 ** (self.count - 2))
+        return min(_MOST_WAIT_S, 2.0 ** min(self.count - 2, _MOST_DOUBLINGS))
 
 
 class ExternalEngineProcesses(EngineProcesses):
