@@ -6,17 +6,21 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megarl.cluster.actor import Ref
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
+from megarl.disk import existing_folder, writing
 from megarl.fleet.fleet import Fleet
 from megarl.recovery.engine_processes import EngineProcess
 from megarl.recovery.external_engines import ExternalEngineProcesses
 from megarl.resharding.member import Stats
 from megarl.resharding.payloads import PayloadName
 from megarl.rollout.external.engine import WeightFiles
+
+_WHERE = "rollout.engine.external_dir"
 
 
 def make_fleet(
@@ -60,6 +64,9 @@ class ExternalFleet(Fleet):
     def shutdown(self) -> None:
         super().shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
+        # what else is there is of the run
+        with suppress(OSError):
+            self._folder.parent.rmdir()
 
     def _publish(self, version: int) -> list[PayloadName]:
         """Write the weights and have all servers that are up load them; nothing is exchanged.
@@ -73,7 +80,9 @@ class ExternalFleet(Fleet):
         # servers may be used by several runs, one after the other, and a run may publish a version again
         label = f"{self._run_id}-{version}-{self.attempts}"
         folder = self._folder / label
-        self.trainers.export(folder)
+        with writing(existing_folder(self._folder), label, _WHERE):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self.trainers.export(folder, where=_WHERE)
         self._refuse_lost_ranks()
         self._weights = WeightFiles(str(folder), label, version)
         self._external.fill()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from megarl.config import EngineConfig, Recipe
+from megarl.disk import existing_folder, is_writable
 from megarl.placement.roles import Roles
 from megarl.preflight.listed import ErrorIterator, Errors, listed
 from megarl.rollout.external.client import ServerClient, ServerFault, server_key
@@ -80,10 +82,16 @@ def _capability_errors(roles: Roles) -> ErrorIterator:
 
 @listed
 def server_errors(roles: Roles) -> ErrorIterator:
-    """An error for each server that does not answer, or does not fit; nothing where the model cannot be read."""
+    """An error for each server that does not answer, or does not fit, and of the folder of their weights.
+
+    Nothing where the model cannot be read.
+    """
     engine = roles.recipe.rollout.engine
     if not engine.external or roles.policy.model.known_shape is None:
         return
+    if engine.external_dir and not is_writable(existing_folder(Path(engine.external_dir))):
+        problem = f"{engine.external_dir} is not a folder that can be written to"
+        yield UserError("rollout.engine.external_dir", problem, "name another folder")
     try:
         wanted = WantedServer.of(roles.recipe)
     except UserError as error:

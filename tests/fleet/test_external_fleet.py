@@ -33,8 +33,9 @@ class Servers(ExternalEngineProcesses):
 class Ranks:
     processes: Any = SimpleNamespace(loss=None)
 
-    def export(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+    def export(self, folder: Path, *, where: str) -> None:
+        assert where == "rollout.engine.external_dir"
+        folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"12345")
 
 

@@ -118,6 +118,15 @@ def test_a_key_that_is_not_set_is_told_by_its_variable(
     assert error.where == "rollout.engine.external[0]" and "s3cret" not in str(error)
 
 
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, wanted: None) -> None:
+    server = StandIn()
+    with serving(server.answer) as url:
+        engine = {"external_dir": "/proc/weights"}
+        roles = roles_of(tmp_path, [url.removeprefix("http://")], engine=engine)
+        (error,) = server_errors(roles)
+    assert error.where == "rollout.engine.external_dir"
+
+
 def test_own_engines_are_asked_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_checks, "ServerClient", None)
     assert server_errors(roles_of(tmp_path, [])) == []

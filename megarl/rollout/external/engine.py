@@ -60,7 +60,10 @@ class ExternalEngine(SamplingEngine):
         self._wanted = wanted
         self._weights: WeightFiles | None = None
         self._stale: str | None = "the server has no weights of this run yet"
-        self._waits_for_weights = asyncio.Lock()
+        self._loading = asyncio.Lock()
+        # when a scheduler has answered last
+        self._answered_s = time.monotonic()
+        self._is_stopped = False
         self.thread = LoopThread("external-engine")
         _allow_connections()
         try:
@@ -111,7 +114,7 @@ class ExternalEngine(SamplingEngine):
 
         It is idle first: SGLang's schedulers end if a request is left when they drop their cache after an update.
         """
-        async with self._waits_for_weights:
+        async with self._loading:
             self._stale = f"the server has half-written weights: version {weights.version}"
             self._weights = None
             try:
@@ -120,6 +123,7 @@ class ExternalEngine(SamplingEngine):
                 raise EngineError(f"{self._name} {fault}") from None
             self._weights = weights
             self._stale = None
+            self._answered_s = time.monotonic()
 
     @in_own_thread
     async def weights_checksum(self) -> str:
@@ -132,24 +136,35 @@ class ExternalEngine(SamplingEngine):
         layout = [server.get(size) for size in ("tp_size", "ep_size", "dp_size", "pp_size")]
         return f"{layout} {answer.get('per_engine_checksum')}"
 
-    @in_own_thread
     async def fail(self) -> None:
-        """Raises EngineLost when the server's schedulers have not answered for too long; does not return."""
-        last_answer_s = time.monotonic()
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            async with self._waits_for_weights:
-                try:
-                    await self._client.get("/server_info")
-                    last_answer_s = time.monotonic()
-                except ServerFault as fault:
-                    silent_s = time.monotonic() - last_answer_s
-                    if silent_s >= self._settings.timeout_s:
-                        raise EngineStandstill(f"{self._name} {fault}") from None
+        """Raises EngineLost when the server's schedulers have not answered for too long.
+
+        It does not return, and is silent after `shutdown`.
+        """
+        try:
+            await self.thread.run(self._watch())
+        except asyncio.CancelledError:
+            if not self._is_stopped:
+                raise
+        await asyncio.Event().wait()
 
     def shutdown(self) -> None:
         """End the thread; requests that are open are aborted, because SGLang notices that nobody waits."""
+        self._is_stopped = True
         self.thread.end(self._close())
+
+    async def _watch(self) -> None:
+        """Look from time to time whether a scheduler answers, but not while the server loads weights."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            async with self._loading:
+                try:
+                    await self._client.get("/server_info")
+                    self._answered_s = time.monotonic()
+                except ServerFault as fault:
+                    silent_s = time.monotonic() - self._answered_s
+                    if silent_s >= self._settings.timeout_s:
+                        raise EngineStandstill(f"{self._name} {fault}") from None
 
     async def _close(self) -> None:
         if hasattr(self, "_client"):
