@@ -120,7 +120,8 @@ class Run:
 
     def wait_s(self, index: int) -> float:
         """How long the server is left alone before it is asked."""
-        (call,) = self.processes.engines[index].calls
+        calls: Any = self.processes.engines[index].calls
+        (call,) = calls
         return call.arguments[-1]
 
     def go_on(self) -> None:
