@@ -11,12 +11,17 @@ from typing import Any
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Gives each request with its JSON body to `answer`."""
+    """Gives each request with its JSON body, {} where it has none, to `answer`."""
 
     answer: Callable[[Handler, dict[str, Any]], None]
 
     def do_POST(self) -> None:
-        type(self).answer(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        type(self).answer(
+            self, json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+        )
+
+    def do_GET(self) -> None:
+        type(self).answer(self, {})
 
     def send(self, status: int, content: bytes, **headers: str) -> None:
         self.send_response(status)
@@ -30,12 +35,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(answer: Callable[[Handler, dict[str, Any]], None]) -> Iterator[str]:
-    """The server's address, for as long as the block lasts."""
+def serving(answer: Callable[[Handler, dict[str, Any]], None], port: int = 0) -> Iterator[str]:
+    """The server's address, for as long as the block lasts. port: 0 for any that is free."""
     handler = type("OneHandler", (Handler,), {"answer": staticmethod(answer)})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

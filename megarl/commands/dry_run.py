@@ -17,6 +17,7 @@ from megarl.placement.roles import Roles, resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.adapter_sizes import adapters_in_words
 from megarl.plan.batch import step_samples
+from megarl.plan.reshard_cost import weight_file_bytes
 from megarl.plan.turns import tool_load
 from megarl.preflight.argument_checks import asks_megatron, asks_sglang
 from megarl.preflight.checks_by_command import errors_elsewhere
@@ -58,6 +59,9 @@ def _placement(roles: Roles) -> Iterator[str]:
         name = "train" if role.name == "policy" else role.name
         yield f"{name}: {_axes(role.layout)}; slots {role.slots.start} to {role.slots.stop - 1}"
     engines = roles.engines
+    if servers := roles.recipe.rollout.engine.external:
+        yield f"engines: {len(servers)} SGLang servers of others: {', '.join(servers)}"
+        return
     kind = "fp8" if engines.fp8 else roles.recipe.model.dtype
     yield (
         f"engines: {engines.count} x TP{engines.tp} EP{engines.ep} DP{engines.dp} in {kind}; "
@@ -98,6 +102,9 @@ def _axes(layout: TrainLayout) -> str:
 
 def _reshard(roles: Roles, device: str) -> Iterator[str]:
     """The traffic of the whole reshard, and of adapters on their own where engines get these."""
+    if roles.recipe.rollout.engine.external:
+        yield f"reshard: {weight_file_bytes(roles) / 1e9:.2f} GB of files, which every server reads"
+        return
     policy = roles.policy
     engines = roles.engines
     on_gpus = device == "cuda"
@@ -155,7 +162,9 @@ def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterato
         yield f"not checked here: {key}: {what}"
     if not asks_megatron(recipe, device):
         yield "not checked here: Megatron's own classes, which get no options from this recipe"
-    if not asks_sglang(recipe, device):
+    if recipe.rollout.engine.external:
+        yield "not checked here: whether the servers answer and fit, which a run asks before it starts"
+    elif not asks_sglang(recipe, device):
         yield "not checked here: SGLang's own class, which gets nothing but sizes from this recipe"
     if recipe.episode and device != DEVICE:
         key = "environment" if recipe.episode.environment else "tools"

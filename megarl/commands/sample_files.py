@@ -12,7 +12,8 @@ from megarl.controller.run import Step, TrainingRun
 from megarl.controller.samples import sampling_of, with_overlong_penalty
 from megarl.controller.stages import learn_from_groups, record_groups, reshard, score
 from megarl.data.inputs import Inputs
-from megarl.fleet.fleet import Fleet, training_fleet
+from megarl.fleet.external_fleet import make_fleet
+from megarl.fleet.fleet import training_fleet
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.samples.parquet import SampleFile, writing
@@ -33,7 +34,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
         with log.start() as record:
             record.add(inputs.metrics)
             with record.phase("start"):
-                fleet = Fleet(cluster, recipe, log.say, learns=False)
+                fleet = make_fleet(cluster, recipe, log.say, learns=False)
             reshard(fleet, record)
         for step in range(1, recipe.run.steps + 1):
             with log.step(step) as record:

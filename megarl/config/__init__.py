@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from pydantic import Field, create_model
+from pydantic import Field, create_model, model_validator
 
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.episode import EpisodeConfig
@@ -25,10 +25,12 @@ from megarl.config.fields import (
     SampleCount,
     SamplingTemperature,
     Seed,
+    ServerAddress,
     Slot,
     Temperature,
     Text,
     TopP,
+    VariableName,
     Whole,
 )
 from megarl.config.models import (
@@ -107,7 +109,11 @@ class WarmStartConfig(Branch):
 
 
 class EngineConfig(Branch):
-    """`count` SGLang engines of `tp` slots each; `sglang` passes SGLang's own server arguments through."""
+    """`count` SGLang engines of `tp` slots each; `sglang` passes SGLang's own server arguments through.
+
+    With `external` the engines are SGLang servers that others have started, and `count` is their number: it may be left
+    out. They read each step's weights as files below `external_dir`, which training ranks and servers must share.
+    """
 
     count: ParallelSize = 1
     tp: ParallelSize = 1
@@ -124,6 +130,21 @@ class EngineConfig(Branch):
     # speculative decoding: tokens that the MTP layer drafts for each step
     draft: Annotated[int, Field(ge=0, le=3)] = 0
     sglang: dict[str, Any] = {}
+    # host:port of each server
+    external: Annotated[tuple[ServerAddress, ...], Field(strict=False)] = ()
+    # the environment variable with the servers' API key; null: they want none
+    external_key_env: VariableName | None = None
+    # null: the run's folder
+    external_dir: FilePath | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_servers(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and "count" not in keys:
+            servers = keys.get("external")
+            if isinstance(servers, list | tuple) and servers:
+                return {**keys, "count": len(servers)}
+        return keys
 
 
 class RolloutConfig(Branch):

@@ -5,6 +5,7 @@ Each number has bounds, which come from float32, NumPy's seeds, file names or cl
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -13,6 +14,7 @@ _LONGEST_NAME = 255
 _LONGEST_PATH = 4095  # bytes: Linux's NAME_MAX and PATH_MAX
 _DAY_S = 86_400.0
 _LEAST_START_S = 5
+_SERVER = re.compile(r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 
 
 def _path(text: str) -> str:
@@ -42,6 +44,14 @@ def _temperature(value: float) -> float:
     return value
 
 
+def _server(text: str) -> str:
+    """The host and the port of a server. Raises ValueError with what to write instead."""
+    match = _SERVER.fullmatch(text)
+    if match is None or not 1 <= int(match["port"]) <= 65_535:
+        raise ValueError("write host:port, as 10.0.0.7:30000")
+    return text
+
+
 Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 ParallelSize = Annotated[int, Field(ge=1, le=65_536)]
@@ -54,6 +64,8 @@ Bytes = Annotated[int, Field(ge=1, le=2**60)]
 Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+ServerAddress = Annotated[str, AfterValidator(_server)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
 Speed = Annotated[float, Field(ge=1, le=1e21)]  # bytes or operations a second

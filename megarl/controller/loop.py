@@ -32,7 +32,7 @@ from megarl.controller.saver import Saver
 from megarl.controller.stages import finish_rollout, learn, publish, save, settle
 from megarl.controller.steps import enter, run_steps
 from megarl.data.inputs import Inputs
-from megarl.fleet.fleet import Fleet
+from megarl.fleet.external_fleet import make_fleet
 from megarl.fleet.rank_groups import GroupBuffer
 from megarl.fleet.rank_recovery import repetition
 from megarl.tracking.run_log import RunLog
@@ -56,7 +56,7 @@ def begin(
     with log.start(is_new=start is None) as record:
         record.add(inputs.metrics)
         with record.phase("start"):
-            fleet = Fleet(cluster, recipe, log.say)
+            fleet = make_fleet(cluster, recipe, log.say)
         log.write_options(fleet.options())
         saver = Saver(recipe, fleet, inputs.prompts, log.folder, log.say, log.drain)
         run = Run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from megarl import device
 from megarl.cluster.actor import Ref
@@ -16,9 +17,10 @@ from megarl.fleet.sampling_phase import SamplingPhase
 from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.engine_layout import EngineLayout
 from megarl.recovery.engine_processes import EngineProcess, EngineProcesses
+from megarl.recovery.external_engines import ExternalEngineProcesses
 from megarl.rollout.load_balancing import RequestBalancer
 from megarl.samples.buffer import Entry, RolloutBuffer
-from megarl.types import Prompt, SilentFault
+from megarl.types import FaultMember, Prompt, SilentFault
 from megarl.types.sampling import Sampling
 
 
@@ -38,10 +40,7 @@ class Engines:
     ) -> None:
         self._cluster = cluster
         self._recipe = recipe
-        first_slots = [layout.first + index * layout.tp for index in range(layout.count)]
-        # SGLang's ranks release memory together: an engine with one shared GPU releases memory on all of its GPUs.
-        unshared = layout.engines_without(shared)
-        self.processes = EngineProcesses(cluster, recipe, first_slots, unshared, say)
+        self.processes = _processes(cluster, recipe, layout, shared, say)
         self._history = EngineHistory()
         # of all rounds on so many engines
         self._balancers: dict[int, RequestBalancer] = {}
@@ -108,12 +107,16 @@ class Engines:
         return self._balancers[len(engines)]
 
     def located(self, fault: SilentFault) -> SilentFault:
-        """The fault of engines, with their names, GPUs and first nodes."""
+        """The fault of engines, with their names, GPUs and first nodes; of external ones with their names alone."""
         workers = {
             member.number: self.processes.engines[member.number].worker
             for member in fault.members
             if member.number < len(self.processes.engines)
         }
+        if self._recipe.rollout.engine.external:
+            return fault.located(
+                {number: FaultMember(number, worker.name) for number, worker in workers.items()}
+            )
         num_gpus = self._recipe.rollout.engine.tp // self._recipe.engine_nodes
         placement = self._recipe.placement
         return fault.located(fault_members(self._cluster, placement, workers, num_gpus))
@@ -121,6 +124,10 @@ class Engines:
     def versions(self) -> list[int]:
         """The version of the weights in each engine that is ready, as the engine states it."""
         return self._call(self.processes.ready, "version")
+
+    def checksums(self) -> list[str]:
+        """What external engines that are ready answer to `weights_checksum`."""
+        return self._call(self.processes.ready, "weights_checksum")
 
     def release_memory(self) -> None:
         engines = [engine for engine in self._alive if engine.shares and not engine.is_released]
@@ -156,7 +163,7 @@ class Engines:
     def _alive(self) -> list[EngineProcess]:
         return [engine for engine in self.processes.engines if engine.state in ("empty", "ready")]
 
-    def _call(self, engines: Iterable[EngineProcess], method: str) -> list[int]:
+    def _call(self, engines: Iterable[EngineProcess], method: str) -> list[Any]:
         """The answers of these engines to a call; those that are lost meanwhile give none."""
         asked = [(engine, engine.worker) for engine in engines]
         labels = {worker.call(method): worker.name for _, worker in asked}
@@ -167,3 +174,19 @@ class Engines:
             else:
                 answers.append(answer)
         return answers
+
+
+def _processes(
+    cluster: Cluster,
+    recipe: Recipe,
+    layout: EngineLayout,
+    shared: frozenset[int],
+    say: Callable[[str], None],
+) -> EngineProcesses:
+    """Those of the run's own engines, or of external ones."""
+    if recipe.rollout.engine.external:
+        return ExternalEngineProcesses(cluster, recipe, say)
+    first_slots = [layout.first + index * layout.tp for index in range(layout.count)]
+    # SGLang's ranks release memory together: an engine with one shared GPU releases memory on all of its GPUs.
+    unshared = layout.engines_without(shared)
+    return EngineProcesses(cluster, recipe, first_slots, unshared, say)

@@ -182,9 +182,7 @@ class Fleet(TrainingFleet):
         readings |= self.onload_for("rollout")
         # now, or a reshard that is repeated because a rank was lost in these lines would be of another version
         self.version = version
-        stats = collect_stats(
-            self._store, self._run_id, self.attempts, self.roles.num_members, payloads
-        )
+        stats = self._stats(payloads)
         if kept_share is not None:
             stats = replace(stats, kept_share=kept_share)
         return stats, readings
@@ -195,6 +193,12 @@ class Fleet(TrainingFleet):
         since_last = num_lost - self._num_lost
         self._num_lost = num_lost
         return since_last
+
+    def _stats(self, payloads: Sequence[PayloadName]) -> Stats:
+        """The cost of the last publication."""
+        return collect_stats(
+            self._store, self._run_id, self.attempts, self.roles.num_members, payloads
+        )
 
     def begin_copy(self, target: EngineProcess, sources: Sequence[EngineProcess]) -> dict[Ref, str]:
         """Begin to copy the weights of other engines into one; the target's calls, by worker."""

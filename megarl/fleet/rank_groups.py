@@ -340,9 +340,12 @@ class PolicyRanks(RankGroup):
         """The weights alone of a checkpoint, from any layout."""
         self._call("load_weights", folder)
 
-    def export(self, folder: Path, *, fp8: bool = False) -> None:
-        """Write the weights as a Hugging Face checkpoint; fp8: those of linear layers in tiles with scales."""
-        self._call("export", folder, fp8)
+    def export(self, folder: Path, *, fp8: bool = False, where: str = "") -> None:
+        """Write the weights as a Hugging Face checkpoint; fp8: those of linear layers in tiles with scales.
+
+        where: the key that names the folder, for errors of its disk; by default the folder itself.
+        """
+        self._call("export", folder, fp8, where)
 
     def round_weights(self, version: int) -> float | None:
         """Round the sums of weights and adapters as engines get this version; the part that rounding has kept."""

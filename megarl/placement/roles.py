@@ -101,12 +101,12 @@ def is_reporting_rank(layout: TrainLayout, rank: int) -> bool:
 
 
 def engine_layout(recipe: Recipe) -> EngineLayout:
-    """The engines, from slot `first` on."""
+    """The engines of the run, from slot `first` on; none where others have started them."""
     engine = recipe.rollout.engine
     whole_dense = engine.dense == "whole" or (engine.dense is None and engine.dp > 1)
     deepep = engine.experts == "deepep"
     return EngineLayout(
-        engine.count,
+        0 if engine.external else engine.count,
         engine.tp,
         engine.ep,
         engine.dp,

@@ -171,10 +171,15 @@ def lacking(recipe: Recipe, plan: MemoryPlan) -> list[str]:
 
 
 def _lacks(recipe: Recipe, plan: MemoryPlan, phase: str) -> bool:
-    """Whether a phase does not fit; an engine must have room for one sequence of the longest."""
+    """Whether a phase does not fit; an engine of the run must have room for one sequence of the longest."""
     if phase == HOST:
         return plan.host_bytes > plan.host_capacity_bytes
-    if phase == "rollout" and plan.kv.tokens // recipe.rollout.engine.dp < recipe.longest_sequence:
+    has_engines = not recipe.rollout.engine.external
+    if (
+        has_engines
+        and phase == "rollout"
+        and plan.kv.tokens // recipe.rollout.engine.dp < recipe.longest_sequence
+    ):
         return True
     return plan.device[phase].total_bytes > plan.capacity_bytes
 
@@ -194,6 +199,8 @@ def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
         changes = _training_changes(recipe, phase)
     elif phase == HOST:
         changes = _host_changes(recipe)
+    elif recipe.rollout.engine.external:
+        changes = iter(())
     else:
         changes = _engine_changes(recipe, phase)
     for values in (*changes, *_more_gpus(recipe)):
@@ -267,8 +274,10 @@ def _more_gpus(recipe: Recipe) -> Iterator[_Values]:
     if placement.train_gpus or placement.first_engine_gpu:
         return
     for times in (2, 4):
-        count = recipe.rollout.engine.count * times
-        yield {"placement.gpus": placement.gpus * times, "rollout.engine.count": count}
+        values: _Values = {"placement.gpus": placement.gpus * times}
+        if not recipe.rollout.engine.external:
+            values["rollout.engine.count"] = recipe.rollout.engine.count * times
+        yield values
 
 
 def _yaml(value: Any) -> str:

@@ -82,6 +82,9 @@ def search(
     recipe: Recipe, hardware: Hardware, side: Side, response_share: float = MEAN_RESPONSE_SHARE
 ) -> SearchResult:
     """The best layouts of a recipe. Raises UserErrors as `make_plan`, and UserError where nothing can be found."""
+    if recipe.rollout.engine.external:
+        problem = f"{side}, and how long external engines take for a step is not known"
+        raise UserError("--search", problem, "leave it out, or rollout.engine.external")
     sampled = not learns_from_answers(recipe.algorithm.name)
     if side == "engine" and not sampled:
         problem = f"{side}, but {recipe.algorithm.name} learns from the data's answers and samples nothing"

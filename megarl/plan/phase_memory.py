@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megarl.checkpoints.hf_export import FILE_BYTES
 from megarl.config import CheckpointConfig, Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.boxes import CHUNK_BYTES
@@ -171,7 +172,9 @@ class _SlotMemory:
         self.engine_weights = weight_bytes(shape, self.engine, recipe.model.dtype)
         self.token_bytes = token_bytes(shape, self.engine, self.settings.cache_item_bytes)
         self.slots = self._slots(micro_batches)
-        self.tokens = min(self._tokens(slot, slot.engine) for slot in {*self.slots} if slot.engine)
+        rooms = [self._tokens(slot, slot.engine) for slot in {*self.slots} if slot.engine]
+        # external engines are on none of these slots
+        self.tokens = min(rooms, default=0)
 
     def _slots(self, micro_batches: int) -> list[_Slot]:
         engine = self.engine
@@ -265,6 +268,9 @@ class _SlotMemory:
             shape.hidden_size, shape.ffn_size, shape.moe_ffn_size, shape.num_heads * shape.head_dim
         )
         staged = 2 * min(self.recipe.reshard.round_bytes, 2 * max(self.engine_weights))
+        if self.recipe.rollout.engine.external:
+            # each rank holds a whole file while it is written
+            staged += min(FILE_BYTES, sum(self.engine_weights))
         return staged + SCRATCH_BYTES * widest * engine.fp8
 
     def host(self, samples: Samples) -> dict[str, int]:

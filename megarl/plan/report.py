@@ -61,6 +61,10 @@ def parallel_sizes(models: Iterable[str], size: ModelSize) -> str:
 
 def engines(plan: RunPlan) -> str:
     """The engines in one line."""
+    if servers := plan.recipe.rollout.engine.external:
+        return (
+            f"{len(servers)} SGLang servers of others, on none of these slots: {', '.join(servers)}"
+        )
     engine = plan.engine
     words = f"{engine.count} of tp {engine.tp}, ep {engine.ep}"
     if engine.dp > 1:
@@ -196,6 +200,8 @@ def _batch(plan: RunPlan) -> RenderableType:
 
 
 def _rollout(plan: RunPlan) -> RenderableType:
+    if plan.recipe.rollout.engine.external:
+        return text("the rollout: on GPUs of others, whose memory and time are not in this plan")
     rollout = plan.rollout
     cache = plan.memory.kv
     rows = {
@@ -255,6 +261,10 @@ def _phase_rows(phases: PhasedRollout) -> dict[str, str]:
 
 def _reshard(plan: RunPlan) -> RenderableType:
     reshard = plan.reshard
+    if plan.recipe.rollout.engine.external:
+        return text(
+            f"a reshard: files, which every server reads: {amount(reshard.expected_s)} s expected"
+        )
     lora = plan.sizes["policy"].lora
     table = empty_table("a reshard, GB of one GPU", "", "mean", "max")
     rows = {

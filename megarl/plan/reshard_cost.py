@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.config.hardware import Hardware
+from megarl.model.tensors import hf_tensors
 from megarl.placement.roles import Roles
 from megarl.resharding import fp8
 from megarl.resharding.maps import factor_maps, weight_maps
@@ -61,6 +63,8 @@ def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
 
     Where engines get adapters on their own it has these alone; the frozen weights travel once, as the run starts.
     """
+    if roles.recipe.rollout.engine.external:
+        return _plan_files(roles, hardware)
     policy = roles.policy
     engines = roles.engines
     factors = factor_maps(
@@ -87,6 +91,31 @@ def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
         expected_s=expected_s(traffic, hardware),
         gather_bound_s=gather_bound_s(float(gathered.max()), members, node, hardware),
     )
+
+
+def _plan_files(roles: Roles, hardware: Hardware) -> ReshardPlan:
+    """External engines: all nodes write the weights as files, then every server reads all of them (assumed as fast)."""
+    nodes = -(-roles.recipe.placement.gpus // roles.recipe.placement.gpus_per_node)
+    num_bytes = weight_file_bytes(roles)
+    nothing = Spread(0.0, 0.0)
+    return ReshardPlan(
+        dest_bytes=nothing,
+        local_bytes=nothing,
+        nvlink_bytes=nothing,
+        fabric_in_bytes=nothing,
+        fabric_out_bytes=nothing,
+        gather_everything_bytes=nothing,
+        rounds=0,
+        bound_s=0.0,
+        expected_s=num_bytes * (1 + 1 / nodes) / hardware.disk_bytes_per_s,
+        gather_bound_s=0.0,
+    )
+
+
+def weight_file_bytes(roles: Roles) -> int:
+    """Bytes of the files with which external engines get a version of the weights."""
+    elements = sum(math.prod(size) for size in hf_tensors(roles.policy.shape).values())
+    return elements * item_bytes(roles.recipe.model.dtype)
 
 
 def gathered_bytes(

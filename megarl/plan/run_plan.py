@@ -148,11 +148,12 @@ def make_plan(
     phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
     rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
     hints = [
-        *advice(recipe, policy.layout, roles.engines.count, samples),
-        *cache_advice(recipe, policy.shape, memory, tries.engines),
+        *advice(recipe, policy.layout, recipe.rollout.engine.count, samples),
         *timeout_advice(recipe, rollout.longest_s(roles.engines.count)),
     ]
-    if not memory.errors:
+    if not recipe.rollout.engine.external:
+        hints += cache_advice(recipe, policy.shape, memory, tries.engines)
+    if not (memory.errors or recipe.rollout.engine.external):
         may_be_ahead = bool(roles.unshared_engines)
         hints += phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)
     return RunPlan(
@@ -232,11 +233,10 @@ def slot_map(recipe: Recipe, sizes: ModelSizes, engine: EngineLayout) -> tuple[S
 
 
 def is_phased(recipe: Recipe) -> bool:
-    """Whether a step's samples may be older than its policy."""
+    """Whether a step's samples may be older than its policy, and are drawn by engines whose time is planned."""
     rollout = recipe.rollout
-    return bool(rollout.phase_tokens or rollout.ahead) and not learns_from_answers(
-        recipe.algorithm.name
-    )
+    has_phases = bool(rollout.phase_tokens or rollout.ahead)
+    return has_phases and not _samples_elsewhere(recipe)
 
 
 def rollout_of(
@@ -244,12 +244,17 @@ def rollout_of(
 ) -> RolloutTime:
     """The seconds of a recipe's rollout."""
     recipe = roles.recipe
-    if learns_from_answers(recipe.algorithm.name):  # nothing is sampled
+    if _samples_elsewhere(recipe):
         return NO_ROLLOUT
     if is_phased(recipe):
         return phased_of(roles, hardware, memory, samples).time
     speed = engine_speed(roles, hardware, memory)
     return rollout_time(speed, samples, group_limits(recipe, hardware, memory))
+
+
+def _samples_elsewhere(recipe: Recipe) -> bool:
+    """Whether no engine of the run samples: nothing is sampled, or on GPUs of others, of which nothing is known."""
+    return bool(recipe.rollout.engine.external) or learns_from_answers(recipe.algorithm.name)
 
 
 def phased_of(

@@ -32,7 +32,8 @@ def argument_errors(roles: Roles, device: str, absent: Container[str]) -> ErrorI
     if asks_megatron(recipe, device):
         yield from _megatron_errors(roles, device, absent)
     is_known = recipe.algorithm.name in ALGORITHMS
-    has_engines = is_known and not roles.engines.errors(shape, recipe.placement.gpus)
+    has_engines = is_known and not recipe.rollout.engine.external
+    has_engines = has_engines and not roles.engines.errors(shape, recipe.placement.gpus)
     if has_engines and asks_sglang(recipe, device):
         yield from _sglang_errors(recipe, device)
 

@@ -27,6 +27,7 @@ from megarl.placement.roles import Roles, resolve
 from megarl.preflight.argument_checks import argument_errors
 from megarl.preflight.data_checks import budget_errors, length_errors, sample_file_errors
 from megarl.preflight.episode_checks import demonstration_errors, key_errors, read_episode
+from megarl.preflight.external_checks import external_errors, server_errors
 from megarl.preflight.hyperparameter_checks import (
     eval_errors,
     hyperparameter_errors,
@@ -162,6 +163,8 @@ def _environment(case: _Case) -> ErrorIterator:
     if case.command != "rollout":
         yield from attention_errors()
     yield from cluster_errors(case.recipe.placement)
+    if case.command in ("train", "rollout"):
+        yield from server_errors(case.roles)
 
 
 def _keys(case: _Case) -> ErrorIterator:
@@ -206,6 +209,9 @@ def _critic(case: _Case) -> Errors:
 
 
 def _sglang(case: _Case) -> ErrorIterator:
+    yield from external_errors(case.roles)
+    if case.recipe.rollout.engine.external:
+        return
     arguments = case.recipe.rollout.engine.sglang
     shape = case.roles.policy.model.known_shape
     try:
@@ -321,6 +327,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         lambda case: sampling_errors(case.recipe),
         lambda case: phase_errors(case.roles),
         lambda case: lora_errors(case.roles),
+        lambda case: external_errors(case.roles),
         _planned,
     ),
     "rollout": (_only_sampling, _environment, *_BOTH_SIDES),

@@ -49,7 +49,12 @@ def shape_or_stand_in(roles: Roles) -> ModelShape:
 
 
 def engine_errors(roles: Roles, shape: ModelShape, device: str) -> Errors:
-    """What the engines do not divide in the model and on the GPUs, and what SGLang refuses on the device."""
+    """What the engines do not divide in the model and on the GPUs, and what SGLang refuses on the device.
+
+    Nothing of external ones, whose layouts are their own.
+    """
+    if roles.recipe.rollout.engine.external:
+        return []
     gpus = roles.recipe.placement.gpus
     if device != "cpu":
         return roles.engines.errors(shape, gpus) or roles.engines.gpu_errors(shape)
@@ -142,7 +147,12 @@ def _engine_node_errors(roles: Roles) -> ErrorIterator:
 
 
 def reshard_errors(roles: Roles) -> Errors:
-    """fp8 tiles that the training ranks cut, and rounds too small for the smallest pieces that they carry."""
+    """fp8 tiles that the training ranks cut, and rounds too small for the smallest pieces that they carry.
+
+    With external engines nothing is exchanged.
+    """
+    if roles.recipe.rollout.engine.external:
+        return []
     policy = roles.policy
     try:
         maps = [weight_maps(policy.shape, policy.layout, roles.engines, transformer_engine=False)]

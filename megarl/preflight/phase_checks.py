@@ -54,7 +54,7 @@ def phase_errors(roles: Roles) -> ErrorIterator:
             f"set it to tis or icepop, or leave {key} out",
         )
     yield from _sequence_errors(key, hyperparameters)
-    if rollout.ahead and not roles.unshared_engines:
+    if rollout.ahead and not (roles.unshared_engines or rollout.engine.external):
         yield UserError(
             "rollout.ahead",
             "1, and every engine shares GPUs with other models, to which it gives the memory while they compute",

@@ -16,6 +16,8 @@ from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.runtimes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.episodes.transcript import failed_calls
 from megarl.rollout.engine_settings import engine_settings
+from megarl.rollout.external.engine import ExternalEngine, WeightFiles
+from megarl.rollout.external.server_checks import WantedServer
 from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.rollout.rewards import WHERE, describe_failure
@@ -43,17 +45,22 @@ class Generated:
 
 
 class RolloutWorker:
-    """The process of one engine, which samples and scores. The engine has no weights before the first reshard."""
+    """The process of one engine, which samples and scores. The engine has no weights before the first reshard.
 
-    def __init__(self, recipe: Recipe, index: int, span: NodeSpan | None = None) -> None:
-        """span: the engine's first node, where the engine spans several."""
+    Or the process that stands for an external engine.
+    """
+
+    def __init__(
+        self, recipe: Recipe, index: int, span: NodeSpan | None = None, wait_s: float = 0.0
+    ) -> None:
+        """span: the engine's first node, where the engine spans several. wait_s: before an external engine is asked."""
         self._reward = recipe.reward
         self._num_transcripts = -(-recipe.run.sample_log_count // recipe.rollout.prompts_per_step)
         self._reward_workers = RewardWorkers(recipe.reward, recipe.run.timeout_s)
         self._runtime: EnvironmentRuntime | AgentRuntime | None = None
         try:
             self._runtime = episode_runtime(recipe)
-            self._engine = Engine(engine_settings(recipe, index, span))
+            self._engine = _new_engine(recipe, index, span, wait_s)
         except BaseException:
             self._shut_down_workers()
             raise
@@ -174,35 +181,53 @@ class RolloutWorker:
         return Generated(samples, [episode.reward_result for episode in played], dict(refused))
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
-        await self._engine.reshard(message, version)
+        await self._own_engine.reshard(message, version)
+
+    async def take_files(self, weights: WeightFiles) -> None:
+        """Have an external engine load weights; raises EngineError where it does not."""
+        await self._external_engine.take_files(weights)
+
+    async def weights_checksum(self) -> str:
+        """Of an external engine: equal for equal weights in one layout; "" where it cannot compute it."""
+        return await self._external_engine.weights_checksum()
+
+    @property
+    def _own_engine(self) -> Engine:
+        assert isinstance(self._engine, Engine), "an external engine is no member of an exchange"
+        return self._engine
+
+    @property
+    def _external_engine(self) -> ExternalEngine:
+        assert isinstance(self._engine, ExternalEngine)
+        return self._engine
 
     async def forget_ranks(self) -> None:
         """Unmap the parameters of training ranks that are gone; raises EngineError where that fails."""
-        await self._engine.forget_ranks()
+        await self._own_engine.forget_ranks()
 
     async def send_copy(self, message: Mapping[str, Any]) -> None:
         """Send the weights to a new engine while this one samples; message: a source's of `copy_messages`.
 
         Raises EngineError where the copy fails, which changes nothing in this engine.
         """
-        await self._engine.send_copy(message)
+        await self._own_engine.send_copy(message)
 
     async def receive_copy(self, message: Mapping[str, Any], version: int) -> None:
         """Take the weights of engines that sample; message: the target's of `copy_messages`. Raises as `reshard`."""
-        await self._engine.receive_copy(message, version)
+        await self._own_engine.receive_copy(message, version)
 
     async def fail(self) -> None:
         """Raises EngineLost with the cause when a process of the engine has died or hangs; does not return."""
         await self._engine.fail()
 
     async def release_memory(self) -> None:
-        await self._engine.release_memory()
+        await self._own_engine.release_memory()
 
     async def resume_weights(self) -> None:
-        await self._engine.resume_memory(["weights"])
+        await self._own_engine.resume_memory(["weights"])
 
     async def resume_cache(self) -> None:
-        await self._engine.resume_memory(["kv_cache"])
+        await self._own_engine.resume_memory(["kv_cache"])
 
     def version(self) -> int:
         return self._engine.version
@@ -215,6 +240,16 @@ class RolloutWorker:
         self._reward_workers.shutdown()
         if self._runtime:
             self._runtime.shutdown()
+
+
+def _new_engine(
+    recipe: Recipe, index: int, span: NodeSpan | None, wait_s: float
+) -> Engine | ExternalEngine:
+    settings = engine_settings(recipe, index, span)
+    if not recipe.rollout.engine.external:
+        return Engine(settings)
+    key_variable = recipe.rollout.engine.external_key_env
+    return ExternalEngine(settings, WantedServer.of(recipe), key_variable, wait_s)
 
 
 class EnginePart(Schedulers):

@@ -27,6 +27,7 @@ from megarl.algos.losses import LossResult, policy_statistics, turn_diffs
 from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
+from megarl.disk import writing
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.pipeline import Norms
@@ -375,10 +376,11 @@ class PolicyRank(TrainingRank):
             stats[DIFFERING_SHARE] = totals["differing_choices"], totals["replayed_choices"]
         return stats
 
-    def export(self, folder: Path, fp8: bool = False) -> None:
+    def export(self, folder: Path, fp8: bool = False, where: str = "") -> None:
         """Write the weights as a Hugging Face checkpoint, with the configuration and tokenizer of model.path.
 
-        fp8: the weights of linear layers in tiles of 128 x 128 with scales.
+        fp8: the weights of linear layers in tiles of 128 x 128 with scales. Raises DiskFault, which names
+        `where`, or the folder.
         """
         recipe = self._recipe
         job = Export(
@@ -394,7 +396,9 @@ class PolicyRank(TrainingRank):
             lora=sent_lora(recipe, self.shape),
             fp8=fp8,
         )
-        export_hf(job, self.params() | self.factors(), PrefixStore(f"export {folder}", self._store))
+        store = PrefixStore(f"export {folder}", self._store)
+        with writing(folder.parent, folder.name, where or str(folder)):
+            export_hf(job, self.params() | self.factors(), store)
 
     def handles(self) -> PublishedRank:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""

@@ -36,7 +36,8 @@ from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.verify import VerifyMode
 from megarl.rollout.sglang.arguments import EngineSettings
-from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError
+from megarl.types.sampling import Sampling
 from tests.parallel import checkpoints, worlds
 from tests.tiny_engines import Reference, write_tokenizer
 

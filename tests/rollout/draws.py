@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megarl.rollout.sglang.engine import Engine, Sampling
+from megarl.rollout.sglang.engine import Engine
+from megarl.types.sampling import Sampling
 from tests.parallel.checkpoints import EOS
 from tests.tiny_engines import Reference
 

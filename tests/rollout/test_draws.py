@@ -12,7 +12,8 @@ import pytest
 
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.deterministic import generator_seed
-from megarl.rollout.sglang.engine import Engine, Sampling
+from megarl.rollout.sglang.engine import Engine
+from megarl.types.sampling import Sampling
 from tests.rollout.draws import LEAST_P, MOST_DEVIATIONS, check_draws, chi_square_p, deviations
 from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_diff
 from tests.rollout.test_worker import recipe

@@ -11,7 +11,8 @@ import torch
 
 from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
-from megarl.rollout.sglang.engine import Engine, Sampling
+from megarl.rollout.sglang.engine import Engine
+from megarl.types.sampling import Sampling
 from tests.parallel import checkpoints
 from tests.rollout.sglang.test_engine import BFLOAT16, mean_diff
 from tests.tiny_engines import Reference, write_tokenizer

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megarl.rollout.sglang import deterministic
-from megarl.rollout.sglang.engine import Engine, Sampling
+from megarl.rollout.sglang.engine import Engine
 from megarl.types import Sample
-from megarl.types.sampling import sample_seed
+from megarl.types.sampling import Sampling, sample_seed
 from tests.parallel import checkpoints
 from tests.rollout.draws import check_draws
 from tests.rollout.sglang.test_engine import TOLERANCE, worst_diff

@@ -13,8 +13,9 @@ import torch
 from megarl.device import DEVICE
 from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
-from megarl.rollout.sglang.engine import Engine, Sampling
+from megarl.rollout.sglang.engine import Engine
 from megarl.types import Sample
+from megarl.types.sampling import Sampling
 from tests.end_to_end.test_one_gpu import LATENT
 from tests.parallel import checkpoints
 from tests.rollout.draws import MOST_DEVIATIONS

@@ -12,8 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.types import Sample
+from megarl.types.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.sglang.engine import Engine, _unbegun
+from megarl.rollout.sampling_engine import unbegun
+from megarl.rollout.sglang.engine import Engine
 from megarl.types import Sample, SilentFault
 from megarl.types.sampling import Sampling
 from tests.tiny_engines import tiny_settings
@@ -25,7 +26,7 @@ def answered(logprobs: list[float]) -> Sample:
         "weight_versions": [{"version": "2"}],
     }
     output = {"output_ids": [7] * len(logprobs), "meta_info": meta}
-    return engine._continued(_unbegun([1, 2]), output, Sampling(1, 8), 0)
+    return engine._continued(unbegun([1, 2]), output, Sampling(1, 8), 0)
 
 
 def test_a_part_names_its_version_and_its_engine() -> None:

@@ -16,9 +16,10 @@ import pytest
 import zmq.asyncio
 
 from megarl.cluster.session_folder import remove_dead
-from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.rollout.sglang.host import PREFIX
 from megarl.rollout.sglang.loop_counts import PEERS_S
+from megarl.types.sampling import Sampling
 from tests.leftovers import gone, left_since, shared_files
 
 pytestmark = pytest.mark.slow

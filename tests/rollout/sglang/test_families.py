@@ -12,7 +12,8 @@ import pytest
 
 from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
-from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError
+from megarl.types.sampling import Sampling
 from tests.parallel import checkpoints
 from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_diff
 from tests.tiny_engines import Reference, write_tokenizer

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megarl.rollout.load_balancing import Capacity, CompletedSample, RequestBalancer
-from megarl.rollout.sglang.engine import Engine, Sampling
+from megarl.rollout.sglang.engine import Engine
 from megarl.types import Sample
+from megarl.types.sampling import Sampling
 from tests.rollout.sglang.test_deterministic import bits
 
 pytestmark = pytest.mark.slow

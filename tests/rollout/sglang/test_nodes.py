@@ -19,8 +19,9 @@ import pytest
 from megarl.device import address_of, host_store
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.arguments import NodeSpan
-from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.rollout.sglang.relay import new_endpoint
+from megarl.types.sampling import Sampling
 from tests.rollout.sglang.test_engine import PROMPTS, TOLERANCE, sample_all, worst_diff
 from tests.rollout.sglang.test_peer_copy import Pair, empty_engine
 from tests.tiny_engines import tiny_settings

@@ -22,8 +22,9 @@ from megarl.model.lora_pairs import LoraSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding.peer_copy import PeerCopy, copy_messages
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
-from megarl.rollout.sglang.engine import WEIGHT_LOADER, Engine, EngineError, Sampling
+from megarl.rollout.sglang.engine import WEIGHT_LOADER, Engine, EngineError
 from megarl.types import Sample
+from megarl.types.sampling import Sampling
 from tests.parallel import checkpoints
 from tests.rollout.sglang.test_deterministic import PROMPTS, bits
 from tests.tiny_engines import tiny_settings, write_tokenizer

@@ -1,0 +1,72 @@
+"""SGLang's own HTTP server on a machine without an accelerator: cpu_server.py MODEL PORT [DTYPE]
+
+A real server that somebody else has started, as an external engine of a run. It listens on loopback, and ends with the
+process that has started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any
+
+from megarl.cpu import sglang_patches
+from megarl.rollout.sglang import scheduler
+
+scheduler.leave_out_megatron()
+sglang_patches.prepare()
+
+_PR_SET_PDEATHSIG = 1
+_TOKENS = 4096  # of its KV cache
+
+
+def end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run_scheduler(*arguments: Any) -> None:
+    """SGLang's scheduler process with the patches for CPU."""
+    end_with_parent()
+    scheduler.patch_sglang(repeatable=False)
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    run_scheduler_process(*arguments)
+
+
+def run_detokenizer(*arguments: Any) -> None:
+    end_with_parent()
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    run_detokenizer_process(*arguments)
+
+
+def main(model: str, port: str, dtype: str = "float32") -> None:
+    end_with_parent()
+    scheduler.set_environment()
+    with sglang_patches.quiet_import():
+        from sglang.srt.entrypoints.http_server import launch_server
+        from sglang.srt.server_args import ServerArgs
+
+    arguments: dict[str, Any] = {
+        "model_path": model,
+        "dtype": dtype,
+        "host": "127.0.0.1",
+        "port": int(port),
+        "log_level": "error",
+        "max_running_requests": 64,
+        "disable_shared_experts_fusion": True,
+        "skip_server_warmup": True,
+        **sglang_patches.server_arguments(1, _TOKENS),
+    }
+    launch_server(
+        ServerArgs(**arguments),
+        run_scheduler_process_func=run_scheduler,
+        run_detokenizer_process_func=run_detokenizer,
+    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main(*sys.argv[1:])
