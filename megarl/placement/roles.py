@@ -217,7 +217,8 @@ class Roles:
     @property
     def most_engines(self) -> EngineLayout:
         """With those that may be asked for while the run goes on."""
-        return replace(self.engines, count=self.recipe.rollout.engine.most)
+        most = self.recipe.rollout.engine.max_count or self.engines.count
+        return replace(self.engines, count=most)
 
     @property
     def engine_slots(self) -> range:
