@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 
 FIRST, SECOND, THIRD, FOURTH = (f"127.0.0.{number}" for number in (2, 3, 4, 5))
 
-# A run with two slots and a spare node, which is offered a node that joins later. It prints what it sees; where it waits for a line, the test does what it said.
+# A run with two slots and a spare node, and later with a third slot on a node that joins. It prints what it sees; where
+# it waits for a line, the test does what it said.
 _RUN = """
 import sys, time
 from megarl.cluster.calls import WorkerFailed
