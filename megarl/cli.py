@@ -1,5 +1,5 @@
 """The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `doctor`, `rollout` for samples alone, `convert`,
-`drain`, `reward-check`, `episode-check`.
+`drain`, `engines`, `reward-check`, `episode-check`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to correct in the recipe or its files, a
 line each; 75 ended early by SIGUSR1, to be started again with --resume; 79 ended by `megarl drain`; 130 Ctrl-C; 143
@@ -45,9 +45,8 @@ from megarl.types import (
     UserErrors,
 )
 
-_DRAINED = (
-    79  # no code of sysexits.h: a job that is queued again after others is not after this one
-)
+# no code of sysexits.h: a job that is queued again after others is not after this one
+_DRAINED = 79
 _RecipeFile = Annotated[Path, Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
     list[str] | None,
@@ -202,24 +201,9 @@ def convert(
         sys.exit(2)
 
     def write(recipe: Recipe) -> None:
-        from megarl.commands.convert import (
-            check_adapter,
-            convert_adapter,
-            convert_snapshot,
-            find_snapshot,
-        )
+        from megarl.commands.convert import convert_run
 
-        if adapter:
-            check_adapter(recipe, fp8=fp8)
-        else:
-            from megarl.preflight.checks_by_command import check_convert
-
-            check_convert(recipe)
-        snapshot = find_snapshot(recipe, run, out, step, show)
-        if adapter:
-            convert_adapter(recipe, snapshot, out, show)
-        else:
-            convert_snapshot(recipe, snapshot, out, show, fp8=fp8)
+        convert_run(recipe, run, out, step, show, fp8=fp8, adapter=adapter)
 
     sys.exit(_outcome(run / "recipe.yaml", overrides, write))
 
@@ -239,6 +223,22 @@ def drain(
         from megarl.commands.drain import drain as drain_run
 
         return drain_run(run, show, wait=wait)
+
+    sys.exit(_ended(ask))
+
+
+@app.command()
+def engines(
+    run: Annotated[Path, Argument(metavar="RUN", help="The folder of a live run.")],
+    *,
+    count: Annotated[int, Option(help="How many: 1 to rollout.engine.max_count.")],
+) -> None:
+    """Ask a run for another number of engines, which it has from its next step on."""
+
+    def ask() -> None:
+        from megarl.commands.engines import ask_for_engines
+
+        ask_for_engines(run, count, show)
 
     sys.exit(_ended(ask))
 

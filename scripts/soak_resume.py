@@ -1,7 +1,7 @@
 """End a run with SIGKILL again and again, resume it each time, and compare its end with that of an undisturbed run.
 
     python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json] [--drain] [--spread] [--ahead]
-        [--episodes] [--lora]
+        [--episodes] [--lora] [--elastic]
 
 A tiny model, on CPU, seeded samples: weights, optimizer, metrics (but for times) and samples must be the same to the
 last bit. A point is a moment drawn in advance: while everything starts, or so many seconds after a step was recorded,
@@ -10,7 +10,9 @@ as Slurm does before the time limit, with --drain `megarl drain`. --spread: also
 take random seconds; its samples, weights and metrics must be the same, too. --ahead: the engine has a slot of its own
 and samples a phase while the ranks learn; of two engines one has. --episodes: samples are episodes of several turns,
 with an environment; phases cut their turns, and the environment's state is made again in the next one. --lora: the
-policy learns adapters, merged into bfloat16 weights that are rounded stochastically. Exit code 1: something differs.
+policy learns adapters, merged into bfloat16 weights that are rounded stochastically. --elastic: engines have slots of
+their own, and `megarl engines` asks the disturbed run for a second one, then for one again. Exit code 1: something
+differs.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ EPISODES = [
 ]
 AHEAD = ["rollout.ahead=1", "placement.gpus=3", "placement.first_engine_gpu=2"]
 MIXED = ["placement.first_engine_gpu=1"]  # of two engines one shares its slot with a training rank
+ELASTIC = ["placement.gpus=4", "placement.first_engine_gpu=2", "rollout.engine.max_count=2"]
 SPREAD = ["rollout.engine.count=2", "reward.function=odd_reward:slow_score"]
 LORA = ["lora.rank=4", "lora.rounding=stochastic", "model.dtype=bfloat16", "train.lr=0.01"]
 # what two engines measure otherwise
@@ -192,8 +195,8 @@ def points(count: int, seed: int) -> Iterator[tuple[int, float]]:
         yield after, rng.uniform(2.0, 6.0) if after == 0 else rng.uniform(0.0, 0.8)
 
 
-def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
-    """Resume the run, kill it at a point, and say where that was."""
+def disturb(folder: Path, name: str, after: int, delay_s: float, *, more_engines: bool) -> str:
+    """Resume the run, kill it at a point, and say where that was; more_engines: ask for a second one before."""
     process = start(folder, name)
     began = time.monotonic()
     while len(records(folder, name)) < after or not (folder / "runs" / name).exists():
@@ -203,6 +206,8 @@ def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
             kill(process)
             raise TimeoutError(f"no record {after} in {_LIMIT_S} s")
         time.sleep(_POLL_S)
+    if more_engines:
+        ask_for_engines(folder, name, 2)
     time.sleep(delay_s)
     kill(process)
     steps = [record["step"] for record in records(folder, name)]
@@ -215,37 +220,58 @@ def has_open(folder: Path, name: str) -> bool:
     return bool(states) and json.loads(states[-1].read_text())["buffer"]["has_open"]
 
 
-def drain(folder: Path, name: str) -> None:
-    """`megarl drain`, which waits until the run has ended."""
+def megarl(folder: Path, verb: str, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """What a command that concerns a run has said."""
     settings = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "megarl.cli", "drain", f"runs/{name}"]
-    done = subprocess.run(
-        command,
+    return subprocess.run(
+        [sys.executable, "-m", "megarl.cli", verb, f"runs/{name}", *options],
         cwd=folder,
         env=os.environ | settings,
         capture_output=True,
         text=True,
         timeout=_LIMIT_S,
     )
+
+
+def drain(folder: Path, name: str) -> None:
+    """`megarl drain`, which waits until the run has ended."""
+    done = megarl(folder, "drain", name)
     if done.returncode != 0 or "is complete" not in done.stdout:
         raise RuntimeError(f"megarl drain failed:\n{done.stdout}{done.stderr}")
 
 
-def ask(folder: Path, name: str, *, drains: bool) -> str:
+def ask_for_engines(folder: Path, name: str, count: int) -> None:
+    """`megarl engines`, as soon as the run that has just begun takes requests."""
+    began = time.monotonic()
+    while (done := megarl(folder, "engines", name, "--count", str(count))).returncode:
+        if time.monotonic() - began > _LIMIT_S:
+            raise RuntimeError(f"megarl engines failed:\n{done.stdout}{done.stderr}")
+
+
+def ask(folder: Path, name: str, *, drains: bool, fewer_engines: bool) -> str:
     """Resume the run, ask it to end soon, and say whether it did, with a checkpoint of all that it recorded.
 
-    Two steps after a checkpoint another was due; the step that is asked in has none of its own.
+    Two steps after a checkpoint another was due; the step that is asked in has none of its own. fewer_engines: it
+    begins with two, and is asked for one after its first step.
     """
     log = folder / f"{name}.log"
     log_size = log.stat().st_size
     process, began = start(folder, name), time.monotonic()
-    while len(re.findall(rb"^step \d+/", log.read_bytes()[log_size:], re.MULTILINE)) < EVERY:
-        is_late = time.monotonic() - began > _LIMIT_S
-        if is_late and process.poll() is None:
-            kill(process)
-        if is_late or process.poll() is not None:
-            raise RuntimeError(f"the run did not take {EVERY} steps:\n{log.read_text()[-4000:]}")
-        time.sleep(_POLL_S)
+
+    def wait_for(words: bytes, count: int) -> None:
+        while len(re.findall(words, log.read_bytes()[log_size:], re.MULTILINE)) < count:
+            is_late = time.monotonic() - began > _LIMIT_S
+            if is_late and process.poll() is None:
+                kill(process)
+            if is_late or process.poll() is not None:
+                raise RuntimeError(f"the run has no {words!r}:\n{log.read_text()[-4000:]}")
+            time.sleep(_POLL_S)
+
+    if fewer_engines:
+        wait_for(rb"^step \d+/", 1)
+        ask_for_engines(folder, name, 1)
+        wait_for(rb"^engine 1 has left", 1)
+    wait_for(rb"^step \d+/", EVERY)
     if drains:
         drain(folder, name)
     else:
@@ -312,6 +338,16 @@ def differences(
     return unequal + [name for name in names if files.get(name) != theirs.get(name)]
 
 
+def engine_changes(folder: Path, name: str) -> list[str]:
+    """Whether a second engine has joined the run and left it."""
+    log = (folder / f"{name}.log").read_text()
+    missing = [words for words in ("engine 1 has joined", "engine 1 has left") if words not in log]
+    counts = [record.get("reshard/engines") for record in records(folder, name)]
+    if 2.0 not in counts or counts[-1] != 1.0:
+        missing.append(f"reshard/engines: {counts}")
+    return missing
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -333,11 +369,17 @@ def main() -> int:
     parser.add_argument(
         "--lora", action="store_true", help="learn adapters, merged and rounded stochastically"
     )
+    parser.add_argument(
+        "--elastic", action="store_true", help="engines join and leave the disturbed run"
+    )
     arguments = parser.parse_args()
     episodes = arguments.episodes
     overrides, spread = (
         (OVERRIDES + AHEAD, SPREAD + MIXED) if arguments.ahead else (OVERRIDES, SPREAD)
     )
+    elastic = arguments.elastic
+    if elastic:
+        overrides = overrides + ELASTIC
     if arguments.lora:
         overrides = overrides + LORA
     if episodes:
@@ -354,15 +396,20 @@ def main() -> int:
         for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
             is_asked = index == arguments.points // 2
             ends.append(
-                ask(folder, "disturbed", drains=arguments.drain)
+                ask(folder, "disturbed", drains=arguments.drain, fewer_engines=elastic)
                 if is_asked
-                else disturb(folder, "disturbed", after, delay_s)
+                else disturb(
+                    folder, "disturbed", after, delay_s, more_engines=elastic and index == 0
+                )
             )
             num_open += has_open(folder, "disturbed")
             if not arguments.json:
                 print(ends[-1], flush=True)
         finish(folder, "disturbed")
-        unequal = differences(folder, "undisturbed", "disturbed", episodes=episodes)
+        others = OF_ENGINES if elastic else ()
+        unequal = differences(folder, "undisturbed", "disturbed", others, episodes=episodes)
+        if elastic:
+            unequal += engine_changes(folder, "disturbed")
         unequal += (
             []
             if num_open

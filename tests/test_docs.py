@@ -224,7 +224,7 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
         roles = resolve(recipe, learns=title[0] == "m")
         assert slot_errors(roles) + node_errors(roles) == [], title
         num_shared[title.partition(":")[0]] = len(roles.shared_slots)
-    assert num_shared == {"shared": 16, "split": 0, "mixed": 12}
+    assert num_shared == {"shared": 16, "split": 0, "elastic": 0, "mixed": 12}
 
 
 def test_the_examples_of_data_are_recipes(tmp_path: Path) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.cluster import ray_environment  # noqa: F401  # isort: skip  (before Ray)
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.topology import bundles_by_address
@@ -18,6 +23,7 @@ from megarl.types import UserError
 
 NAME_LABEL = "megarl-node"  # of a Ray node; scripts/ray_node.sh sets it
 _PLACING_S = 60.0  # how long to wait for the GPUs of a running cluster
+_JOINING_S = 5.0  # the same for a node more, without which the run goes on
 _PROBE_S = 3.0  # how long a raylet may take to accept a connection
 _PROBES = 32  # at a time
 
@@ -31,7 +37,7 @@ class ReservedNode:
     """A node that the run holds.
 
     address: IPv4; name: Slurm's name of the node, or its host name; port: of its raylet; bundle: its number in the
-    placement group.
+    placement group. own_group: of a node that was taken later, and can be given back alone.
     """
 
     node_id: str
@@ -39,9 +45,12 @@ class ReservedNode:
     name: str
     port: int
     bundle: int
+    own_group: PlacementGroup | None = field(default=None, compare=False)
 
     @staticmethod
-    def of(node: Mapping[str, Any], bundle: int) -> ReservedNode:
+    def of(
+        node: Mapping[str, Any], bundle: int, own_group: PlacementGroup | None = None
+    ) -> ReservedNode:
         """node: an entry of `ray.nodes()`."""
         return ReservedNode(
             node_id=node["NodeID"],
@@ -49,6 +58,7 @@ class ReservedNode:
             name=node["Labels"].get(NAME_LABEL) or node["NodeManagerHostname"],
             port=node["NodeManagerPort"],
             bundle=bundle,
+            own_group=own_group,
         )
 
     def __str__(self) -> str:
@@ -60,7 +70,8 @@ class NodeSlots:
 
     Each node, also a spare one, is a bundle of one placement group, with all of the node's GPUs, so that no other run
     takes a spare. When a node dies Ray leaves the other bundles where they are, and moves the lost one to a node that
-    joins the cluster later: that is a spare node then.
+    joins the cluster later: that is a spare node then. Nodes for further slots (`extend`) are bundles of groups of
+    their own, and behind the others.
     """
 
     def __init__(self, node_gpus: int) -> None:
@@ -89,6 +100,44 @@ class NodeSlots:
             )
         ray.get(ready)
         self.in_use = self._reserved()[:count]
+
+    def extend(self, gpus: int) -> int:
+        """Take free nodes until there are so many slots, or no node is free; how many slots there are."""
+        while len(self.in_use) * self._node_gpus < gpus:
+            node = self._one_more()
+            if node is None:
+                break
+            self.in_use.append(node)
+        return len(self.in_use) * self._node_gpus
+
+    def _one_more(self) -> ReservedNode | None:
+        """A node that this run does not hold yet, perhaps one that has joined the cluster since."""
+        held = self._replaced | {node.node_id for node in [*self.in_use, *self._reserved()]}
+        others = {
+            node["NodeID"]: node
+            for node in ray.nodes()
+            if node["Alive"]
+            and node["Resources"].get("GPU", 0) == self._node_gpus
+            and node["NodeID"] not in held
+        }
+        if not others:
+            return None
+        group = placement_group([{"GPU": self._node_gpus}])
+        if ray.wait([group.ready()], timeout=_JOINING_S)[0]:
+            (node_id,) = placement_group_table(group)["bundles_to_node_id"].values()
+            if node_id in others:
+                return ReservedNode.of(others[node_id], 0, group)
+        remove_placement_group(group)
+        return None
+
+    def shrink(self, gpus: int) -> None:
+        """Give back the nodes that `extend` has taken and that these slots do not need."""
+        while (len(self.in_use) - 1) * self._node_gpus >= gpus:
+            group = self.in_use[-1].own_group
+            if group is None:
+                return
+            remove_placement_group(group)
+            self.in_use.pop()
 
     def _num_to_reserve(self, gpus: int, count: int, num_spares: int) -> int:
         nodes = ray.nodes()
@@ -128,8 +177,9 @@ class NodeSlots:
 
     def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
         """Ray's scheduling of a process on the slot."""
+        node = self.node_of(slot)
         return PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=self.node_of(slot).bundle
+            node.own_group or self._group, placement_group_bundle_index=node.bundle
         )
 
     def spares(self) -> list[ReservedNode]:

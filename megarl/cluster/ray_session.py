@@ -65,9 +65,9 @@ class Cluster(Calls):
 
     @classmethod
     def of_run(cls, recipe: Recipe, say: Say) -> Cluster:
-        """All slots of a recipe, with its spare nodes."""
+        """The slots that a recipe begins with, and its spare nodes."""
         return cls(
-            gpus=recipe.placement.gpus,
+            gpus=recipe.first_gpus,
             node_gpus=recipe.placement.node_gpus,
             timeout_s=recipe.run.timeout_s,
             say=say,
@@ -219,6 +219,14 @@ class Cluster(Calls):
         if on_loss:
             self._owners[worker] = on_loss
         return worker
+
+    def extend_slots(self, gpus: int) -> int:
+        """Take free nodes of a joined cluster until there are so many slots, as far as possible; how many there are."""
+        return self._slots.extend(gpus)
+
+    def shrink_slots(self, gpus: int) -> None:
+        """Give back nodes that `extend_slots` has taken, where no process is on the slots from this number on."""
+        self._slots.shrink(gpus)
 
     def _strategy(self, slot: int) -> object:
         return self._slots.strategy(slot)

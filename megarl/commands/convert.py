@@ -20,6 +20,26 @@ from megarl.printable import Say
 from megarl.types import UserError, UserErrors
 
 
+def convert_run(
+    recipe: Recipe, run: Path, out: Path, step: int | None, say: Say, *, fp8: bool, adapter: bool
+) -> None:
+    """Write the checkpoint of `step`, or the newest good one, of the run in the folder `run`.
+
+    adapter: its adapters alone. Raises as the functions below.
+    """
+    if adapter:
+        check_adapter(recipe, fp8=fp8)
+    else:
+        from megarl.preflight.checks_by_command import check_convert
+
+        check_convert(recipe)
+    snapshot = find_snapshot(recipe, run, out, step, say)
+    if adapter:
+        convert_adapter(recipe, snapshot, out, say)
+    else:
+        convert_snapshot(recipe, snapshot, out, say, fp8=fp8)
+
+
 def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: Say) -> Snapshot:
     """The checkpoint to convert: of `step`, or the newest good one of the run in the folder `run`.
 

@@ -116,6 +116,8 @@ class EngineConfig(Branch):
     """
 
     count: ParallelSize = 1
+    # while the run goes on `megarl engines` may ask for 1 to so many; null: count stays
+    max_count: ParallelSize | None = None
     tp: ParallelSize = 1
     ep: ParallelSize = 1  # groups of tp / ep slots that share the experts out among them
     # SGLang's DP attention: groups of tp / dp slots that each hold the whole attention
@@ -145,6 +147,11 @@ class EngineConfig(Branch):
             if isinstance(servers, list | tuple) and servers:
                 return {**keys, "count": len(servers)}
         return keys
+
+    @property
+    def most(self) -> int:
+        """The engines that have GPUs in `placement`."""
+        return self.max_count or self.count
 
 
 class RolloutConfig(Branch):
@@ -306,6 +313,16 @@ class Recipe(Branch):
     def longest_sequence(self) -> int:
         """The most tokens of a prompt with its response."""
         return self.data.max_prompt_tokens + self.longest_response
+
+    @property
+    def first_gpus(self) -> int:
+        """The GPUs that a run begins with: on several nodes without those of engines that are not there yet."""
+        engine = self.rollout.engine
+        placement = self.placement
+        are_last = placement.first_engine_gpu + engine.most * engine.tp == placement.gpus
+        if placement.node_gpus and are_last:
+            return placement.gpus - (engine.most - engine.count) * engine.tp
+        return placement.gpus
 
     @property
     def engine_nodes(self) -> int:

@@ -12,6 +12,7 @@ from megarl.controller.samples import Collected
 from megarl.controller.saver import Saver
 from megarl.controller.step_rollout import PhaseAhead
 from megarl.data.inputs import Inputs
+from megarl.fleet.engine_count import EngineCount
 from megarl.fleet.fleet import Fleet, TrainingFleet
 from megarl.fleet.rank_groups import NO_GROUPS, GroupBuffer, PerTokenResults, RolloutBatch, Trained
 from megarl.recovery.repetition import Repetition
@@ -58,6 +59,7 @@ class Run(TrainingRun):
     prompts_per_step: int
     repetition: Repetition | None
     engine_watch: EngineWatch = field(default_factory=EngineWatch)
+    engine_count: EngineCount = field(default_factory=EngineCount)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ def _advanced(run: Run, between: _Between, take_step: TakeStep) -> _Between:
         run.repetition.begin(between.step)
         return replace(between, is_cold=False, is_begun=True)
     number = between.step + 1
+    run.engine_count.follow(run.fleet, run.log.folder)
     return _Between.of(run, number, take_step(run, number, between.buffer))
 
 

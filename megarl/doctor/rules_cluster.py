@@ -163,7 +163,7 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Problems:
             )
         return
     each = placement.gpus_per_node
-    num_nodes = -(-placement.gpus // each)
+    num_nodes = -(-recipe.first_gpus // each)
     fit = [node for node in nodes if node.ray_gpus == each]
     if nodes[0].ray_gpus is None:
         return
@@ -171,7 +171,7 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Problems:
         yield (
             "error",
             "placement.gpus",
-            f"{placement.gpus} GPUs are {num_nodes} nodes of {each}, Ray has {len(fit)} with as many GPUs",
+            f"{recipe.first_gpus} GPUs are {num_nodes} nodes of {each}, Ray has {len(fit)} with as many GPUs",
             "start Ray on more nodes, or correct placement.gpus_per_node",
         )
     elif len(fit) < num_nodes + placement.spare_nodes:

@@ -156,6 +156,23 @@ class Fleet(TrainingFleet):
         """Give the GPUs' memory to the models that compute in `phase`; the readings of it before and after."""
         return self.memory.onload_for(phase)
 
+    def set_engines(self, count: int) -> int:
+        """Between two steps: begin to start engines, or end some, until there are so many, as far as there are GPUs.
+
+        Engines must share no GPU with other models. Those there are then, whose number is returned, are the members of
+        the next reshard.
+        """
+        before = self.roles.engines
+        num_slots = self._cluster.extend_slots(before.first + count * before.tp)
+        after = replace(before, count=min(count, (num_slots - before.first) // before.tp))
+        if after.count > before.count:
+            self.engines.processes.add(range(before.end, after.end, before.tp))
+        elif after.count < before.count:
+            self.engines.processes.remove(before.count - after.count)
+        self._cluster.shrink_slots(after.end)
+        self.roles = replace(self.roles, engines=after)
+        return after.count
+
     def fetch(self, rollout: RolloutBatch) -> list[SampleGroup]:
         """The groups themselves, copied to this process, with the rewards of their summaries."""
         groups = self._cluster.gather(dict.fromkeys(rollout.refs, "samples"))
@@ -182,6 +199,7 @@ class Fleet(TrainingFleet):
         readings |= self.onload_for("rollout")
         # now, or a reshard that is repeated because a rank was lost in these lines would be of another version
         self.version = version
+        readings["reshard/engines"] = len(self.engines.processes.engines)
         stats = self._stats(payloads)
         if kept_share is not None:
             stats = replace(stats, kept_share=kept_share)

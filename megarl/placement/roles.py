@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, has_critic, has_reference
@@ -213,6 +213,12 @@ class Roles:
     def models(self) -> dict[RoleName, Role]:
         """The models with ranks by name, the policy first."""
         return {role.name: role for role in (self.policy, self.critic, self.reward_model) if role}
+
+    @property
+    def most_engines(self) -> EngineLayout:
+        """With those that may be asked for while the run goes on."""
+        most = self.recipe.rollout.engine.max_count or self.engines.count
+        return replace(self.engines, count=most)
 
     @property
     def engine_slots(self) -> range:

@@ -126,6 +126,11 @@ def _placement(plan: RunPlan) -> RenderableType:
     if policy.lora:
         lines.append(f"lora: {adapters_in_words(policy.shape, policy.lora)}")
     lines.append(f"engines: {engines(plan)}")
+    if more := plan.recipe.rollout.engine.most - plan.engine.count:
+        further = range(plan.engine.end, plan.engine.end + more * plan.engine.tp)
+        lines.append(
+            f"further engines: up to {more} on slots {spans(further)}, idle until megarl engines asks for them"
+        )
     if plan.spare_nodes:
         lines.append(
             f"spare nodes: {spans(plan.spare_nodes)}, idle until one replaces a node that died"

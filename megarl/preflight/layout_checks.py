@@ -28,13 +28,16 @@ def layout_errors(roles: Roles, device: str) -> Errors:
     shape = shape_or_stand_in(roles)
     placement = roles.recipe.placement
     errors = (
-        roles.policy.layout_errors(shape) + engine_errors(roles, shape, device) + slot_errors(roles)
+        roles.policy.layout_errors(shape)
+        + engine_errors(roles, shape, device)
+        + most_engines_errors(roles)
+        + slot_errors(roles)
     )
     # on CPU with loopback all slots are on this machine
     if placement.network == "nodes" or device != "cpu":
         errors += node_errors(roles)
     if not errors and roles.policy.model.known_shape:
-        errors = reshard_errors(roles)
+        errors = reshard_errors(replace(roles, engines=roles.most_engines))
     return errors + batch_errors(roles.recipe)
 
 
@@ -61,6 +64,33 @@ def engine_errors(roles: Roles, shape: ModelShape, device: str) -> Errors:
     # on CPU fp8 itself is the error, not the tiles that it cuts
     without_tiles = replace(roles.engines, fp8=False)
     return without_tiles.errors(shape, gpus) or roles.engines.cpu_errors(shape)
+
+
+@listed
+def most_engines_errors(roles: Roles) -> ErrorIterator:
+    """A number of engines that may be asked for later, but not be had."""
+    key = "rollout.engine.max_count"
+    engine = roles.recipe.rollout.engine
+    gpus = roles.recipe.placement.gpus
+    most = roles.most_engines
+    if not engine.max_count:
+        return
+    if engine.max_count < engine.count:
+        problem = f"{engine.max_count} is less than rollout.engine.count ({engine.count})"
+        yield UserError(key, problem, f"set it to at least {engine.count}")
+    elif most.end > gpus and roles.engines.end <= gpus:
+        problem = f"{most.count} engines of {most.tp} ranks end at GPU {most.end}, there are {gpus}"
+        hint = f"set it to {(gpus - most.first) // most.tp}, or placement.gpus to {most.end}"
+        yield UserError(key, problem, hint)
+    taken = {slot for role in roles.models.values() for slot in role.slots}
+    if shared := taken & {*range(most.first, most.end)}:
+        problem = (
+            f"{engine.max_count}, but engines come and go only where they share no GPU with other models, "
+            f"and GPU {min(shared)} has both"
+        )
+        yield UserError(
+            key, problem, "leave it out, or set placement.first_engine_gpu to a GPU behind those"
+        )
 
 
 def slot_errors(roles: Roles) -> Errors:
@@ -95,7 +125,8 @@ def slot_errors(roles: Roles) -> Errors:
                 f"set it to at most {num_training}",
             )
         )
-    used = set(roles.engine_slots).union(*(role.slots for role in roles.models.values()))
+    used = {*range(engines.first, roles.most_engines.end)}
+    used = used.union(*(role.slots for role in roles.models.values()))
     if len(used) < gpus and not errors:
         idle = min(set(range(gpus)) - used)
         if idle == len(used):

@@ -3,12 +3,14 @@
     starting -> sizing -> empty -> filling -> ready
                                  -> (a reshard) -> ready
 
+An engine that is added while the run goes on takes the same way, beside the work of the others.
 An engine is lost when one of its processes has died or hangs. It is sizing while it is asked for its capacity. While it
 is filled, it gets the weights of engines that are ready; where there are none, all get those of the training ranks.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,7 +36,8 @@ class EngineProcess:
 
     shares: whether other models use one of its GPUs. worker: the process that samples. parts: those on further nodes.
     calls: those that its start waits for, by worker. capacity: None until it has said it. has_session: whether it knows
-    the exchanges of the run. is_released: whether its memory is the training ranks'.
+    the exchanges of the run. is_released: whether its memory is the training ranks'. added_s: since when an engine
+    starts that was added; None once it has joined the others.
     """
 
     index: int
@@ -48,6 +51,7 @@ class EngineProcess:
     has_session: bool = False
     is_released: bool = False
     copies_left: int = _COPIES
+    added_s: float | None = None
 
 
 class WeightSource(Protocol):
@@ -137,6 +141,41 @@ class EngineProcesses:
             part.watch("fail")
             engine.parts.append(part)
 
+    def add(self, slots: Sequence[int]) -> None:
+        """Begin to start further engines on these slots, which no other model uses; phases take in those that are up.
+
+        The others keep their weights. No engine knows the exchanges any more, which have other members from now on.
+        """
+        for slot in slots:
+            index = len(self.engines)
+            worker = self._new_worker(index, slot)
+            engine = EngineProcess(index, slot, False, worker, added_s=time.monotonic())
+            self.engines.append(engine)
+            self._start(engine)
+        self._forget_sessions()
+
+    def remove(self, count: int) -> None:
+        """End so many engines, those with the highest numbers, in their own way. They must have nothing to sample."""
+        leaving = self.engines[-count:]
+        shutdowns: dict[Ref, str] = {}
+        for engine in leaving:
+            if self.weights:
+                self.weights.abandon_copies(engine, "it leaves the run")
+            if engine.state in ("empty", "ready"):
+                for worker in (engine.worker, *engine.parts):
+                    shutdowns[worker.call("shutdown")] = worker.name
+            # from here on its end is no loss
+            engine.state = "lost"
+        self._cluster.outcomes(shutdowns)
+        for engine in leaving:
+            self._discard(engine)
+        del self.engines[-count:]
+        self._forget_sessions()
+
+    def _forget_sessions(self) -> None:
+        for engine in self.engines:
+            engine.has_session = False
+
     def _new_span(self) -> NodeSpan:
         """The first node of an engine, with a new store and endpoint for all of its nodes."""
         from megarl.rollout.sglang.relay import new_endpoint  # ZeroMQ comes with SGLang
@@ -154,8 +193,17 @@ class EngineProcesses:
         """All engines have got the weights of a reshard."""
         for engine in self.engines:
             if engine.state == "empty":
-                engine.state = "ready"
+                self._be_ready(engine, "the reshard")
             engine.has_session = engine.state == "ready"
+
+    def _be_ready(self, engine: EngineProcess, source: str) -> None:
+        engine.state = "ready"
+        if engine.added_s is not None:
+            seconds = time.monotonic() - engine.added_s
+            self._say(
+                f"{engine.worker.name} has joined, {seconds:.1f} s after its start, with weights of {source}"
+            )
+            engine.added_s = None
 
     def _on_loss(self, index: int, cause: Exception) -> None:
         engine = self.engines[index]
@@ -284,7 +332,7 @@ class EngineProcesses:
             engine.state = "empty"
             (engine.capacity,) = self._cluster.gather(calls)
         else:
-            engine.state = "ready"
+            self._be_ready(engine, "the other engines")
 
     def _take_failure(self, engine: EngineProcess, name: str, error: Exception) -> None:
         """A call of an engine's start has failed: it is filled once more, or started anew."""

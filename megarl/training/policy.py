@@ -414,6 +414,9 @@ class PolicyRank(TrainingRank):
         self, session: Session, version: int, attempt: int, steps: Sequence[ReshardStep]
     ) -> None:
         """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice."""
+        if self._exchanges and self._exchanges.session != session:  # of another number of engines
+            self._exchanges.close()
+            self._exchanges = None
         if self._exchanges is None:
             self._exchanges = Exchanges(session, self.params() | self.factors())
         for payload in exchanged(steps):

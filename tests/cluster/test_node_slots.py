@@ -14,9 +14,10 @@ from tests.ray_nodes import ROOT, RayNodes
 
 pytestmark = pytest.mark.slow
 
-FIRST, SECOND, THIRD = (f"127.0.0.{number}" for number in (2, 3, 4))
+FIRST, SECOND, THIRD, FOURTH = (f"127.0.0.{number}" for number in (2, 3, 4, 5))
 
-# A run with two slots and a spare node. It prints what it sees; where it waits for a line, the test does what it said.
+# A run with two slots and a spare node, and later with a third slot on a node that joins. It prints what it sees; where
+# it waits for a line, the test does what it said.
 _RUN = """
 import sys, time
 from megarl.cluster.calls import WorkerFailed
@@ -65,6 +66,18 @@ with Cluster(2, node_gpus=1, spare_nodes=1) as cluster:
     tell("replaced by", cluster.replace_node(cluster.nodes[1]))
     tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
     start(cluster, "rank 1 once more", 1)
+    tell("slots", cluster.extend_slots(4))
+    wait_for("start 127.0.0.5")
+    while cluster.extend_slots(3) < 3:
+        time.sleep(0.1)
+    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "slots", cluster.extend_slots(4))
+    worker = start(cluster, "engine", 2)
+    cluster.end(worker)
+    cluster.shrink_slots(2)
+    tell("nodes", *cluster.nodes)
+    tell("slots", cluster.extend_slots(3))
+    cluster.shrink_slots(1)
+    tell("nodes", *cluster.nodes)
     for _ in range(2):  # two processes that end before they are up
         ghost = cluster.worker("ghost", 0)
         ghost.kill()
@@ -86,8 +99,11 @@ def nodes(tmp_path: Path) -> Iterator[RayNodes]:
         yield three
 
 
-def test_a_spare_node_takes_the_slots_of_a_node_that_died(nodes: RayNodes, tmp_path: Path) -> None:
-    """Also of a node that lives and is at fault; a node that comes back is a spare one then."""
+def test_nodes_die_are_replaced_and_join_later(nodes: RayNodes, tmp_path: Path) -> None:
+    """A spare node takes the slots of one that died, or that lives and is at fault; one that comes back is spare then.
+
+    Further slots are on a node that joins later, which is given back when they are not needed.
+    """
     report = tmp_path / "bad_nodes"
     environment = nodes.environment() | {
         "RAY_ADDRESS": nodes.address,
@@ -103,14 +119,15 @@ def test_a_spare_node_takes_the_slots_of_a_node_that_died(nodes: RayNodes, tmp_p
         text=True,
     )
     assert run.stdin and run.stdout
-    deeds = {f"kill {SECOND}": nodes.kill, f"start {SECOND}": nodes.join}
+    deeds = {"kill": nodes.kill, "start": nodes.join}
     told = []
     for line in run.stdout:
         mark, _, words = line.strip().partition("run: ")
         if mark:
             continue  # Ray has its own word on a raylet's end
-        if words.removeprefix("do ") in deeds:
-            deeds[words.removeprefix("do ")](SECOND)
+        if words.startswith("do "):
+            _, deed, address = words.split()
+            deeds[deed](address)
             run.stdin.write("\n")
             run.stdin.flush()
         else:
@@ -132,6 +149,12 @@ def test_a_spare_node_takes_the_slots_of_a_node_that_died(nodes: RayNodes, tmp_p
         f"replaced by {SECOND}",
         f"nodes {FIRST} {SECOND} spare dead",
         f"rank 1 once more slot 1 {SECOND}",
+        "slots 2",
+        f"nodes {FIRST} {SECOND} {FOURTH} spare slots 3",
+        f"engine slot 2 {FOURTH}",
+        f"nodes {FIRST} {SECOND}",
+        "slots 3",
+        f"nodes {FIRST} {SECOND}",
         "faulty",
         "faulty still",
         f"faulty {FIRST}",

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("points", [2, pytest.param(10, marks=pytest.mark.nightly)])
 def test_ends_leave_no_trace(tmp_path: Path, points: int) -> None:
     """SIGKILL while everything starts, in rollouts, updates, saves and reshards, `megarl drain` between two
-    checkpoints: to the last bit the same end. By night SIGUSR1, and also the end of a run on two engines with slow
-    rewards."""
-    _soak(tmp_path, points, "--spread" if points > 2 else "--drain")
+    checkpoints, a second engine that joins and leaves: to the last bit the same end. By night SIGUSR1, engines on the
+    GPUs of the training ranks, and also the end of a run on two engines with slow rewards."""
+    _soak(tmp_path, points, *(["--spread"] if points > 2 else ["--drain", "--elastic"]))
     _check_converted(tmp_path)
     log = (tmp_path / "disturbed.log").read_text()
     assert "this run goes on after step" in log

@@ -131,6 +131,7 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
         {
             "memory/before_reshard_bytes": 1.0,
             "memory/before_rollout_bytes": 1.0,
+            "reshard/engines": 1,
         },
     )
     assert engines.asked == [(4, 5), (4, 6)]

@@ -179,6 +179,18 @@ def test_spare_nodes_are_numbered_behind_those_with_slots(deepseek: RunPlan) -> 
     assert plan_json(plan)["spare_nodes"] == [64, 65]
 
 
+def test_engines_that_may_be_asked_for_later_have_slots(small: RunPlan) -> None:
+    assert "further engines" not in report_of(small)
+    rollout = small.recipe.rollout
+    engine = rollout.engine.model_copy(update={"max_count": small.engine.count + 2})
+    rollout = rollout.model_copy(update={"engine": engine})
+    recipe = small.recipe.model_copy(update={"rollout": rollout})
+    page = report_of(replace(small, recipe=recipe))
+    slots = f"{small.engine.end}-{small.engine.end + 2 * small.engine.tp - 1}"
+    later = "idle until megarl engines asks for them"
+    assert f"further engines: up to 2 on slots {slots}, {later}\n" in page
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_narrow_page_cuts_no_figure(width: int, deepseek: RunPlan) -> None:
     page, wide = report_of(deepseek, width), report_of(deepseek)

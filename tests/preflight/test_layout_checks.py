@@ -13,7 +13,12 @@ from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Role, Roles, resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.preflight.data_checks import budget_errors
-from megarl.preflight.layout_checks import layout_errors, node_errors, slot_errors
+from megarl.preflight.layout_checks import (
+    layout_errors,
+    most_engines_errors,
+    node_errors,
+    slot_errors,
+)
 from tests.parallel.worlds import recipe
 
 
@@ -55,6 +60,30 @@ def test_every_slot_exists_and_is_used(
 ) -> None:
     errors = slot_errors(placed(gpus, train_gpus, EngineLayout(count=2, tp=2, ep=1, first=first)))
     assert [error.where for error in errors] == faulty
+
+
+@pytest.mark.parametrize(
+    ("gpus", "first", "most", "told"),
+    [
+        (6, 2, 4, []),
+        (6, 2, 2, ["GPUs, of which training and engines use the first 4"]),
+        (6, 2, 1, ["1 is less than rollout.engine.count (2)"]),
+        (6, 2, 5, ["5 engines of 1 ranks end at GPU 7, there are 6"]),
+        (4, 1, 3, ["share no GPU with other models, and GPU 1 has both"]),
+        (2, 0, 2, ["share no GPU with other models, and GPU 0 has both"]),
+    ],
+)
+def test_engines_that_may_come_later_have_gpus_of_their_own(
+    gpus: int, first: int, most: int, told: list[str]
+) -> None:
+    roles = placed(gpus, 2, EngineLayout(count=2, tp=1, ep=1, first=first))
+    rollout = roles.recipe.rollout
+    engine = rollout.engine.model_copy(update={"count": 2, "max_count": most})
+    rollout = rollout.model_copy(update={"engine": engine})
+    roles = replace(roles, recipe=roles.recipe.model_copy(update={"rollout": rollout}))
+    errors = [*most_engines_errors(roles)] or [*slot_errors(roles)]
+    assert len(errors) == len(told)
+    assert all(words in str(error) for words, error in zip(told, errors, strict=True))
 
 
 @pytest.mark.parametrize(

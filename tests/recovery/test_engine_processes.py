@@ -5,6 +5,7 @@ Real ones die in tests/end_to_end/test_engine_losses.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class Cluster:
         self.workers: list[Worker] = []
         self.ended: list[Worker] = []
         self.dies: dict[str, int] = {}
+        self.calls: list[tuple[str, str]] = []
 
     def worker(self, name: str, slot: int, on_loss: object) -> Worker:
         self.workers.append(Worker(name))
@@ -66,6 +68,10 @@ class Cluster:
     def gather(self, calls: dict[Call, str]) -> list[Capacity]:
         assert all(call.method == "capacity" for call in calls)
         return [Capacity(4, 100)] * len(calls)
+
+    def outcomes(self, calls: dict[Call, str]) -> list[None]:
+        self.calls += [(call.worker, call.method) for call in calls]
+        return [None] * len(calls)
 
     def call_all(self, workers: Sequence[Worker], method: str) -> list[Capacity]:
         return [Capacity(4, 100)] * len(workers)
@@ -126,6 +132,10 @@ class Run:
     def lose(self, index: int) -> None:
         engine = self.processes.engines[index]
         self.processes.lose(engine, engine.worker, DEATH)
+
+    def lend(self) -> None:
+        self.processes.lend_memory()
+        self.processes.have_memory = True
 
     def go_on(self) -> None:
         """All calls that starts wait for end."""
@@ -282,3 +292,61 @@ def test_an_engine_that_is_lost_while_it_is_filled_is_started_anew(run: Run) -> 
     failed.error = type("Dead", (RuntimeError, ProcessLost), {})("killed")
     run.processes.take([call])
     assert run.states[0] == "starting" and run.processes.num_lost == 2
+
+
+def test_engines_that_are_added_start_beside_the_others_and_are_filled_by_them(run: Run) -> None:
+    run.processes.add([3, 4])
+    assert run.states == ["ready"] * 3 + ["starting"] * 2
+    assert [engine.slot for engine in run.processes.engines] == [0, 1, 2, 3, 4]
+    assert not any(engine.has_session for engine in run.processes.engines), "of other members"
+    run.go_on()
+    run.go_on()
+    assert run.weights.seen == [(3, [0, 1, 2]), (4, [0, 1, 2])]
+    assert run.lines == []
+    run.go_on()
+    assert run.states == ["ready"] * 5
+    words = r"engine 3 has joined, \d+\.\d s after its start, with weights of the other engines"
+    assert re.fullmatch(words, run.lines[0]) and len(run.lines) == 2
+    run.lose(3)
+    run.processes.restore()
+    run.processes.filled()
+    assert run.lines[2:] == ["engine 0: its process died; the engine is started anew"], (
+        "it has joined once"
+    )
+
+
+def test_an_engine_that_is_added_late_gets_the_weights_of_the_reshard(run: Run) -> None:
+    run.processes.add([3])
+    run.lend()
+    assert run.states == ["ready"] * 3 + ["starting"], "its GPU is nobody else's"
+    run.processes.restore()
+    run.processes.filled()
+    assert run.states == ["ready"] * 4
+    assert run.lines[0].endswith("with weights of the reshard")
+    assert all(engine.has_session for engine in run.processes.engines)
+
+
+def test_the_last_engines_leave_in_their_own_way_and_none_is_lost(run: Run) -> None:
+    run.processes.add([3])
+    leaving = [engine.worker for engine in run.processes.engines[2:]]
+    run.processes.remove(2)
+    assert run.cluster.calls == [("engine 2", "shutdown")], "engine 3 was not up"
+    assert run.cluster.ended == leaving and run.weights.abandoned == [2, 3]
+    assert run.states == ["ready"] * 2 and run.processes.labels() == {}
+    assert not any(engine.has_session for engine in run.processes.engines)
+    assert run.processes.num_lost == 0 and run.lines == []
+
+
+def test_the_end_of_an_engine_that_leaves_is_no_loss(run: Run) -> None:
+    """Its process may die while it is waited for."""
+    cluster: Any = run.cluster
+
+    def outcomes(calls: dict[Call, str]) -> list[Exception]:
+        run.lose(2)
+        return [DEATH]
+
+    cluster.outcomes = outcomes
+    run.processes.remove(1)
+    assert run.processes.num_lost == 0 and len(run.processes.engines) == 2
+    run.processes.add([2])
+    assert run.states == ["ready", "ready", "starting"]
