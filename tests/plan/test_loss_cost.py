@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,54 +15,46 @@ from megarl.plan.step_time import StepTime
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)
-STEP = StepTime(
-    rollout_s=100, score_s=2, critic_s=8, train_s=30, ahead_s=0, reshard_s=1, save_s=9
+STEP = StepTime(rollout_s=100, score_s=2, critic_s=8, train_s=30, ahead_s=0, reshard_s=1, save_s=9)
+
+
+MODEL: Any = SimpleNamespace(
+    trains=True,
+    parameters=10**9,
+    weight_bytes=2,
+    layout=SimpleNamespace(pp=2),
+    trained=lambda stage: (stage + 1) * 10**8,
+    optimizer_share=lambda stage: (stage + 1) * 10**7,
 )
-
-
-class Model:
-    """Of two stages."""
-
-    trains = True
-    parameters = 10**9
-    weight_bytes = 2
-
-    class layout:
-        pp = 2
-
-    def trained(self, stage: int) -> int:
-        return (stage + 1) * 10**8
-
-    def optimizer_share(self, stage: int) -> float:
-        return (stage + 1) * 10**7
-
-
+# of the fuller stage
 STATE_BYTES = 2 * 2e8 + 12 * 2e7
 
 
 @pytest.fixture
-def cost(tmp_path: Path):
+def cost(tmp_path: Path) -> Callable[..., Any]:
     def of(*keys: str) -> LossCost:
         recipe = planning.small(tmp_path, *keys)
-        return loss_cost(recipe, CARD, [Model()], STEP, 1e9)  # pyright: ignore[reportArgumentType]
+        return loss_cost(recipe, CARD, [MODEL], STEP, 1e9)
 
     return of
 
 
-def test_an_engine_costs_half_of_its_share_and_its_weights(cost) -> None:
+def test_an_engine_costs_half_of_its_share_and_its_weights(cost: Callable[..., Any]) -> None:
     two = cost("rollout.engine.count=2").engine_s
     assert two == pytest.approx((50 + 1e9 / CARD.nic_reached_per_s) / 2)
     assert cost("rollout.engine.count=1").engine_s == pytest.approx(50 + STEP.reshard_s)
 
 
-def test_a_rank_costs_half_of_a_training_and_its_state(cost) -> None:
+def test_a_rank_costs_half_of_a_training_and_its_state(cost: Callable[..., Any]) -> None:
     copied = cost("checkpoint.memory_copies=true", "checkpoint.every=10")
     assert copied.source == "copies"
     assert copied.rank_s == pytest.approx(20 + STATE_BYTES / CARD.pcie_bytes_per_s)
     assert copied.node_s == pytest.approx(20 + STATE_BYTES / CARD.nic_reached_per_s)
 
 
-def test_without_copies_it_costs_what_was_trained_since_the_checkpoint(cost) -> None:
+def test_without_copies_it_costs_what_was_trained_since_the_checkpoint(
+    cost: Callable[..., Any],
+) -> None:
     each = cost("checkpoint.every=1")
     tenth = cost("checkpoint.every=10")
     assert each.rank_s - 20 == pytest.approx(each.restart_s - STEP.reshard_s - 75)
