@@ -32,9 +32,22 @@ from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import soak_resume as soak
-from chaos_faults import DISK_S, MARKER, Disk, Fault, Leftovers, Victims, drawn, hit
+from chaos_faults import (
+    DISK_S,
+    MARKER,
+    NODES,
+    Disk,
+    Fault,
+    Leftovers,
+    Nodes,
+    Victims,
+    drawn,
+    hit,
+    ray_nodes,
+)
 from chaos_page import page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +132,9 @@ RUNS = {
         episodes=True,
     ),
     "disk": Kind([*SMALL, "checkpoint.may_fail=20"], ("disk",), PHASES[1:]),
+    "nodes": Kind(
+        [*SMALL, *COPIES, "placement.node_gpus=1", "placement.spare_nodes=1"], NODES, PHASES[1:]
+    ),
 }  # fmt: skip
 
 
@@ -144,8 +160,9 @@ class Outcome:
 class Attack:
     """A run under attack: its process, what its driver says of it, and its log."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, nodes: Nodes | None = None) -> None:
         self._folder = folder
+        self.nodes = nodes
         self.name = name
         self.log = folder / f"{name}.log"
         self._state = folder / f"{name}.chaos"
@@ -206,8 +223,11 @@ class Attack:
             victims = Victims(self._state / "state.json", self.process.pid)
             if fault.kind == "raise":
                 return self._let_raise(victims.name(fault.role))
+            if self.nodes:
+                self.nodes.strike(fault, self.state()["pids"])
+                return True
             hit(fault.kind, rng.choice(victims.of(fault.role)))
-        except (FileNotFoundError, IndexError, ProcessLookupError, psutil.NoSuchProcess):
+        except (OSError, IndexError, ValueError, psutil.NoSuchProcess):
             return False
         return True
 
@@ -325,10 +345,14 @@ def resumed_s(run: Attack, step: int) -> float:
 
 
 def disturb(
-    folder: Path, name: str, faults: Iterator[tuple[int, Fault]], disk: Disk | None
+    folder: Path,
+    name: str,
+    faults: Iterator[tuple[int, Fault]],
+    disk: Disk | None,
+    nodes: Nodes | None,
 ) -> Iterator[dict[str, Any]]:
     """A run that is hit until it ends, or nothing is left to hit it with: a result for each fault, and of its end."""
-    run = Attack(folder, name)
+    run = Attack(folder, name, nodes)
     usual_s = usual_seconds(folder, "undisturbed")
     leftovers = Leftovers(run.marker)
     run.start()
@@ -343,6 +367,8 @@ def disturb(
             outcome.left = leftovers.found()
             outcome.lost_s = (outcome.ended_s or 0.0) + resumed_s(run, outcome.step)
             outcome.lost_s -= usual_s["step"]
+        if nodes and outcome.outcome != "missed":
+            nodes.renew()
         yield {"index": index} | asdict(outcome)
         if not run.is_running or run.steps >= STEPS - 2:
             break
@@ -389,7 +415,6 @@ def prepared(folder: Path, name: str) -> None:
         return
     soak.prepare(folder, [*kind.overrides], episodes=kind.episodes)
     if name == "critic":
-        sys.path.insert(0, str(ROOT))
         from tests.parallel.checkpoints import write_classifier
 
         write_classifier((folder / "models" / "tiny-qwen3-moe").resolve(), folder / "classifier")
@@ -405,26 +430,31 @@ def _faults(name: str, seed: int, numbers: Sequence[int]) -> Iterator[tuple[int,
 def results_of(name: str, folder: Path, seed: int, numbers: Sequence[int]) -> Iterator[Any]:
     """The results of all faults with these numbers, by as many runs as that takes."""
     soak.STEPS = STEPS
-    prepared(folder, name)
-    faults = _faults(name, seed, numbers)
-    last = numbers[-1] if numbers else -1
-    index = -1
-    disk = None
-    if name == "disk":
-        disk = Disk(folder, 2**28)
-    for attempt in range(len(numbers)):
-        run_name = f"disturbed-{seed}-{numbers[0]}-{attempt}"
-        if disk:
-            target = disk.path / run_name
-            target.mkdir()
-            (folder / "runs" / run_name).symlink_to(target)
-        for result in disturb(folder, run_name, faults, disk):
-            index = result.get("index", index)
-            yield {"run": name, "seed": seed} | result
-        if index == last:
-            break
-    if disk:
-        disk.close()
+    with ExitStack() as stack:
+        disk = None
+        nodes = None
+        folder.mkdir(parents=True, exist_ok=True)
+        if name == "nodes":
+            nodes = stack.enter_context(
+                ray_nodes(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            )
+        prepared(folder, name)
+        if name == "disk":
+            disk = Disk(folder, 2**28)
+            stack.callback(disk.close)
+        faults = _faults(name, seed, numbers)
+        index = -1
+        for attempt in range(len(numbers)):
+            run_name = f"disturbed-{seed}-{numbers[0]}-{attempt}"
+            if disk:
+                target = disk.path / run_name
+                target.mkdir()
+                (folder / "runs" / run_name).symlink_to(target)
+            for result in disturb(folder, run_name, faults, disk, nodes):
+                index = result.get("index", index)
+                yield {"run": name, "seed": seed} | result
+            if index == numbers[-1]:
+                break
 
 
 def is_bad(result: dict[str, Any]) -> bool:

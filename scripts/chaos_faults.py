@@ -10,11 +10,13 @@ import resource
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,9 +24,10 @@ import psutil
 PROCESSES = ("engine", "scheduler", "rank", "critic", "reward model", "keeper")
 WORKERS = ("reward worker", "tool worker")
 RAY = ("Ray worker", "raylet")
+NODES = ("second raylet", "second node")
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "kill": (*PROCESSES, *WORKERS, *RAY),
-    "stop": (*PROCESSES, *WORKERS, "Ray worker"),
+    "kill": (*PROCESSES, *WORKERS, *RAY, *NODES),
+    "stop": (*PROCESSES, *WORKERS, "Ray worker", "second raylet"),
     "raise": ("rank", "critic", "reward model"),
     "sockets": (*PROCESSES, *WORKERS, "Ray worker"),
     "memory": (*PROCESSES, *WORKERS),
@@ -188,6 +191,58 @@ class Disk:
     def _freeze(self, option: str) -> None:
         enter = ["nsenter", f"--target={self._holder.pid}", "--mount"]
         subprocess.run([*enter, "fsfreeze", option, str(self._at)], check=True)
+
+
+class Nodes:
+    """Three Ray nodes of a slot each on this machine, of which a run has two, and one more to spare."""
+
+    ADDRESSES = tuple(f"127.0.0.{number}" for number in (2, 3, 4))
+
+    def __init__(self, nodes: Any) -> None:
+        """nodes: a `tests.ray_nodes.RayNodes`."""
+        self._nodes = nodes
+
+    def second(self, pids: Mapping[str, int]) -> tuple[str, int]:
+        """The address of the node that the second rank is on, and its raylet. Raises IndexError where it has none."""
+        rank = psutil.Process(pids.get("training rank 1", 0))
+        (raylet,) = [process for process in rank.parents() if process.name() == "raylet"]
+        above = {process.pid for process in raylet.parents()}
+        (address,) = [address for address, node in self._nodes._nodes.items() if node.pid in above]
+        return address, raylet.pid
+
+    def strike(self, fault: Fault, pids: Mapping[str, int]) -> None:
+        """Hit the second node, or its raylet alone."""
+        self._hit, raylet = self.second(pids)
+        if fault.role == "second node":
+            self._nodes.kill(self._hit)
+        else:
+            hit(fault.kind, raylet)
+
+    def renew(self) -> None:
+        """Start the node that was hit anew, from now on as the spare one."""
+        if self._hit in self._nodes._nodes:
+            self._nodes.kill(self._hit)
+        self._nodes.join(self._hit)
+        self._nodes.wait_for(len(self.ADDRESSES))
+
+
+@contextmanager
+def ray_nodes(folder: Path) -> Iterator[Nodes]:
+    """Nodes, which commands that are started meanwhile join."""
+    from tests.ray_nodes import RayNodes
+
+    before = dict(os.environ)
+    with (
+        tempfile.TemporaryDirectory(prefix="n-", dir="/tmp") as disk,
+        RayNodes(folder, Path(disk), gpus=1) as nodes,
+    ):
+        nodes.start(*Nodes.ADDRESSES)
+        os.environ.update(nodes.environment() | {"RAY_ADDRESS": nodes.address})
+        try:
+            yield Nodes(nodes)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 class Leftovers:

@@ -1,6 +1,6 @@
 """The seconds that a run loses when an engine, a training rank, a node or all of it dies, besides starting processes.
 
-Estimates like those of step_time.py: what dies does so in the middle of a phase, or of the steps between two checkpoints.
+Estimates like those of step_time.py: what dies does so in the middle of a phase, or between two checkpoints.
 """
 
 from __future__ import annotations
