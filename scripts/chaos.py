@@ -490,7 +490,8 @@ def main() -> int:
                         file.write(line + "\n")
     if arguments.page:
         lines = arguments.results.read_text().splitlines()
-        arguments.page.write_text(page([json.loads(line) for line in lines]))
+        before = arguments.page.read_text() if arguments.page.exists() else ""
+        arguments.page.write_text(page([json.loads(line) for line in lines], before))
     return 1 if num_bad else 0
 
 

@@ -13,12 +13,13 @@ _OUTCOMES = ("recovered", "ended", "unnoticed", "missed", "hung")
 _BEGUN = "<!-- made by scripts/chaos.py from its results -->"
 
 
-def page(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown. results: of `chaos.results_of`."""
+def page(results: Sequence[dict[str, Any]], before: str = "") -> str:
+    """Markdown. results: of `chaos.results_of`. before: the page as it is, whose first part stays."""
     faults = [result for result in results if "fault" in result]
     ends = [result for result in results if "end" in result]
     restarts_s = [result["restart_s"] for result in results if "restart_s" in result]
     sections = [
+        before.partition(_BEGUN)[0].rstrip() or "# Faults in small runs",
         _BEGUN,
         _summary(faults, ends, restarts_s),
         _by_kind(faults, restarts_s),
