@@ -153,7 +153,7 @@ class DiskPulse:
         self._folder = folder
         self._timeout_s = timeout_s
         self.period_s = max(0.05, min(1.0, timeout_s / 10))
-        self._between_s = min(10.0, timeout_s / 10)
+        self._between_s = min(5.0, timeout_s / 10)
         self._asked_at = self._looked_at = time.monotonic()
         self._silent_s = 0.0
         self._answer = begin(self._ask)

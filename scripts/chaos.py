@@ -1,43 +1,60 @@
 """Hit processes of a run again and again, and compare its end with that of an undisturbed run.
 
-    python scripts/chaos.py --faults 40 [--seed 1] [--run plain] [--folder DIR] [--json] [--page FILE]
+    python scripts/chaos.py --faults 40 [--from 0] [--seed 1] [--run plain] [--results FILE] [--page FILE]
+        [--folder DIR]
 
-A tiny model, on CPU, seeded samples. Each fault is drawn in advance: what is done (`KINDS`), to a process of which
-role, and a moment of which phase of which step. A run is hit in every step from the second on. Where a fault ends the
-run, it must say so in time, with a named cause and without a process or file left behind, and is resumed. At the end
-weights, optimizer, metrics (but for times) and samples must be the undisturbed run's to the last bit. Exit code 1:
-something differs, hangs or is left.
+A tiny model, on CPU, seeded samples. Each fault is drawn by its number: what is done, to a process of which role, and a
+moment of which phase (chaos_faults.py); it hits the next step that has the phase. Where a fault ends the run, it must
+say so in time, with a named cause and without a process or file left behind, and is resumed. At the end weights,
+optimizer, metrics (but for times) and samples must be the undisturbed run's to the last bit.
+
+Each fault is a line of JSON, also appended to --results, so that many commands make one matrix: --page makes a page of
+all of its lines, with --faults 0 of them alone. Exit code 1: something differs, hangs or is left.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
 import re
-import resource
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import soak_resume as soak
+from chaos_faults import (
+    DISK_S,
+    MARKER,
+    NODES,
+    Disk,
+    Fault,
+    Leftovers,
+    Nodes,
+    Victims,
+    drawn,
+    hit,
+    ray_nodes,
+)
+from chaos_page import page
 
 ROOT = Path(__file__).resolve().parents[1]
-DETECTED_S = 15.0  # within which a line tells of a fault
 ENDED_S = 60.0  # within which the step is done after all, or the run has ended
-STEPS = 12
+HUNG_S = 200.0
+STEPS = 16
+FIRST = 2  # the step before has longer starts
 SMALL = [
     "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=4",
@@ -55,91 +72,104 @@ SMALL = [
     "evaluation.every=3",
     "reward.function=odd_reward:score",
     "run.trackers=[]",
-    "run.restarts=100",
+    "run.restarts=1000",
     "run.timeout_s=60",
     "checkpoint.every=2",
     f"run.steps={STEPS}",
 ]
 PHASED = ["rollout.phase_tokens=6", "rollout.prompts_in_flight=16"]
-AHEAD = [*PHASED, "rollout.ahead=1", "placement.gpus=4", "placement.first_engine_gpu=2"]
-CRITIC = ["algorithm.name=vapo", "algorithm.critic_warmup_steps=2"]
-RUNS = {
-    "plain": SMALL,
-    "phases": [*SMALL, *PHASED],
-    "ahead": [*SMALL, *AHEAD],
-    "critic": [*SMALL, *CRITIC],
-    "lora": [*SMALL, *soak.LORA],
-    "episodes": [*SMALL, *soak.EPISODES],
-}
-ROLES = ("engine", "scheduler", "rank", "critic", "reward worker")
-KINDS = ("kill", "stop", "raise", "sockets", "memory")
-PHASES = ("rollout", "train", "save", "reshard", "eval")
-# what two engines measure otherwise, and what faults cost
-MEASURED = (*soak.OF_ENGINES, "recovery/")
+COPIES = ["checkpoint.memory_copies=true"]
+AHEAD = [*PHASED, *COPIES, "rollout.ahead=1", "placement.gpus=4", "placement.first_engine_gpu=2"]
+CRITIC = [
+    "algorithm.name=vapo",
+    "algorithm.critic_warmup_steps=2",
+    "critic.ranks.gpus=1",
+    "critic.ranks.ep=1",
+]
+SCORED = [
+    *CRITIC,
+    "reward_model.path=classifier",
+    "reward_model.weight=0.5",
+    "reward_model.ranks.gpus=1",
+    "reward_model.ranks.ep=1",
+    "reward_model.ranks.first_gpu=1",
+]
+ADAPTERS = [
+    "lora.rank=4",
+    "train.lr=0.01",
+    "train.ep=1",
+    "lora.sync=adapters",
+    "lora.experts=0",
+    "lora.targets=[q_proj, k_proj, v_proj, o_proj]",
+]
+PHASES = ("start", "rollout", "train", "save", "reshard", "eval")
+ROLES = ("engine", "scheduler", "rank", "reward worker", "Ray worker", "raylet")
+# what engines measure otherwise, and what faults cost
+MEASURED = (*soak.OF_ENGINES, "recovery/", "reward/died", "episode/died")
 _POLL_S = 0.005
-_PIDFD_GETFD = 438
 
 
 @dataclass(frozen=True)
-class Fault:
-    """What is done to a process of a role, `share` of the phase's usual seconds after it began in this step."""
+class Kind:
+    """A kind of run: its overrides, and the roles and phases that it has more than others."""
 
-    kind: str
-    role: str
-    phase: str
-    step: int
-    share: float
+    overrides: Sequence[str]
+    roles: Sequence[str] = ROLES
+    phases: Sequence[str] = PHASES
+    episodes: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.role} in {self.phase} of step {self.step}"
+
+RUNS = {
+    "plain": Kind(SMALL),
+    "phases": Kind([*SMALL, *PHASED, *COPIES], (*ROLES, "keeper")),
+    "ahead": Kind([*SMALL, *AHEAD], (*ROLES, "keeper"), (*PHASES, "ahead")),
+    "critic": Kind([*SMALL, *SCORED], (*ROLES, "critic", "reward model"), (*PHASES, "critic", "score")),
+    "lora": Kind([*SMALL, *soak.LORA, *COPIES], (*ROLES, "keeper")),
+    "adapters": Kind([*SMALL, *ADAPTERS]),
+    "episodes": Kind(
+        [*SMALL, *(key for key in soak.EPISODES if not key.startswith("reward.")), "reward.function=null"],
+        tuple("tool worker" if role == "reward worker" else role for role in ROLES),
+        episodes=True,
+    ),
+    "disk": Kind([*SMALL, "checkpoint.may_fail=20"], ("disk",), PHASES[1:]),
+    "nodes": Kind(
+        [*SMALL, *COPIES, "placement.node_gpus=1", "placement.spare_nodes=1"], NODES, PHASES[1:]
+    ),
+}  # fmt: skip
 
 
 @dataclass
 class Outcome:
-    """What became of a fault; seconds since it. outcome: recovered, ended or hung; missed: nobody was there to hit."""
+    """What became of a fault.
+
+    outcome: recovered; unnoticed: two steps went on as if nothing had been; ended: the run did; missed: nobody was
+    there to hit; hung. Seconds since it: until a line told of it, until the step was recorded or the run had ended;
+    lost: until the step was recorded, by the run that resumes where it ended, without the step's usual seconds.
+    """
 
     fault: Fault
+    step: int = -1
     outcome: str = "missed"
     detected_s: float | None = None
+    ended_s: float | None = None
     lost_s: float | None = None
     cause: str = ""
-
-
-def draw(count: int, seed: int, run: str) -> list[Fault]:
-    """So many faults, one in each step from the second on, of as many runs as that takes."""
-    rng = random.Random(f"{seed} {run}")
-    roles = [role for role in ROLES if role != "critic" or run == "critic"]
-    faults = []
-    for index in range(count):
-        role = rng.choice(roles)
-        kind = rng.choice([kind for kind in KINDS if kind != "raise" or role in ("rank", "critic")])
-        step = 2 + index % (STEPS - 1)
-        faults.append(Fault(kind, role, _phase(rng, role, step), step, rng.random()))
-    return faults
-
-
-def _phase(rng: random.Random, role: str, step: int) -> str:
-    """A phase that the step has."""
-    phases = {"rollout", "train", "reshard"}
-    if step % 2 == 0:
-        phases.add("save")
-    if step % 3 == 0:
-        phases.add("eval")
-    if role == "critic":
-        phases.add("critic")
-    return rng.choice(sorted(phases))
+    left: Sequence[str] = field(default_factory=list)
 
 
 class Attack:
     """A run under attack: its process, what its driver says of it, and its log."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, nodes: Nodes | None = None) -> None:
         self._folder = folder
+        self.nodes = nodes
         self.name = name
         self.log = folder / f"{name}.log"
-        self._state = folder / "chaos"
+        self._state = folder / f"{name}.chaos"
         self._state.mkdir(exist_ok=True)
         self.process: subprocess.Popen[bytes]
+        self._last = -1
+        self.began_s = time.monotonic()  # of the step that is under way
 
     def start(self) -> None:
         """Begin or resume the run."""
@@ -151,7 +181,7 @@ class Attack:
         command = [sys.executable, str(driver), "train", str(recipe), "--resume", *overrides]
         settings = {
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "MEGARL_CHAOS": str(self._state),
+            MARKER: self.marker,
         }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -163,6 +193,14 @@ class Attack:
                 start_new_session=True,
             )
 
+    @property
+    def marker(self) -> str:
+        return str(self._state)
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
     def state(self) -> dict[str, Any]:
         try:
             return json.loads((self._state / "state.json").read_text())
@@ -173,189 +211,288 @@ class Attack:
     def steps(self) -> int:
         """The last step that has its record; -1: none."""
         records = soak.records(self._folder, self.name)
-        return records[-1]["step"] if records else -1
+        last = records[-1]["step"] if records else -1
+        if last != self._last:
+            self._last = last
+            self.began_s = time.monotonic()
+        return last
 
-    def victim(self, role: str, rng: random.Random) -> int | None:
-        """The process id of somebody with the role."""
-        pids = self.state()["pids"]
-        engines = [pid for name, pid in pids.items() if name.startswith("engine")]
-        by_role: dict[str, Callable[[], list[int]]] = {
-            "engine": lambda: engines,
-            "scheduler": lambda: _descendants(engines, "forkserver"),
-            "rank": lambda: [pid for name, pid in pids.items() if name.startswith("training rank")],
-            "critic": lambda: [pid for name, pid in pids.items() if name.startswith("critic")],
-            "reward worker": lambda: _descendants(engines, "reward"),
-        }
-        alive = [pid for pid in sorted(by_role[role]()) if psutil.pid_exists(pid)]
-        return rng.choice(alive) if alive else None
+    def strike(self, fault: Fault, rng: random.Random) -> bool:
+        """Hit somebody with the fault's role; whether anybody was there."""
+        try:
+            victims = Victims(self._state / "state.json", self.process.pid)
+            if fault.kind == "raise":
+                return self._let_raise(victims.name(fault.role))
+            if self.nodes:
+                self.nodes.strike(fault, self.state()["pids"])
+                return True
+            hit(fault.kind, rng.choice(victims.of(fault.role)))
+        except (OSError, IndexError, ValueError, psutil.NoSuchProcess):
+            return False
+        return True
 
-    def let_raise(self, role: str) -> None:
-        """The next call of somebody with the role raises."""
-        prefix = "training rank" if role == "rank" else role
-        (name, *_) = [name for name in self.state()["pids"] if name.startswith(prefix)]
+    def _let_raise(self, name: str) -> bool:
+        """The next call of the worker raises."""
         part = self._state / "raise.part"
         part.write_text(name)
         part.rename(self._state / "raise")
+        return bool(name)
+
+    def new_text(self, log_size: int) -> str:
+        with self.log.open("rb") as log:
+            log.seek(log_size)
+            return log.read().decode(errors="replace")
 
 
-def _descendants(pids: Sequence[int], word: str) -> list[int]:
-    """The children of those children of the processes whose command line has the word, or these themselves."""
-    found = []
-    for pid in pids:
-        try:
-            for child in psutil.Process(pid).children():
-                if word in " ".join(child.cmdline()):
-                    below = [process.pid for process in child.children()]
-                    found += below or [child.pid]
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
-def hit(kind: str, pid: int) -> None:
-    """Do to a process what a fault does."""
-    if kind == "kill":
-        os.kill(pid, signal.SIGKILL)
-    elif kind == "stop":
-        os.kill(pid, signal.SIGSTOP)
-    elif kind == "sockets":
-        _shut_sockets(pid)
-    elif kind == "memory":
-        # every larger allocation fails from now on
-        used = psutil.Process(pid).memory_info().vms
-        resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
-
-
-def _shut_sockets(pid: int) -> None:
-    """Shut the TCP connections of another process down, as a network that fails does."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    process = os.pidfd_open(pid)
-    for connection in psutil.Process(pid).net_connections("tcp"):
-        if connection.status != psutil.CONN_ESTABLISHED:
-            continue
-        copy = libc.syscall(_PIDFD_GETFD, process, connection.fd, 0)
-        if copy >= 0:
-            with socket.socket(fileno=copy) as shared:
-                try:
-                    shared.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue
-    os.close(process)
-
-
-def attack(attack: Attack, fault: Fault, usual_s: float, rng: random.Random) -> Outcome:
+def attack(
+    run: Attack, fault: Fault, usual_s: dict[str, float], rng: random.Random, disk: Disk | None
+) -> Outcome:
     """Wait for the fault's moment, do it, and wait for what becomes of it."""
     outcome = Outcome(fault)
-    if not _await_moment(attack, fault):
+    step = _await_moment(run, fault)
+    if step is None:
         return outcome
-    time.sleep(fault.share * usual_s)
-    log_size = attack.log.stat().st_size
-    if fault.kind == "raise":
-        attack.let_raise(fault.role)
-    else:
-        pid = attack.victim(fault.role, rng)
-        if pid is None:
+    outcome.step = step
+    step_began_s = run.began_s
+    time.sleep(fault.share * usual_s[fault.phase])
+    log_size = run.log.stat().st_size
+    with ExitStack() as stack:
+        if disk:
+            stack.enter_context(disk.broken(fault.kind))
+        elif not run.strike(fault, rng):
             return outcome
-        try:
-            hit(fault.kind, pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            return outcome
-    began = time.monotonic()
-    while True:
-        passed_s = time.monotonic() - began
-        new = attack.log.read_bytes()[log_size:].decode(errors="replace")
-        if outcome.detected_s is None and _tells(new):
-            outcome.detected_s = passed_s
-        if attack.process.poll() is not None:
-            outcome.outcome = "ended"
-            outcome.cause = new.strip().splitlines()[-1] if new.strip() else ""
-            break
-        if attack.steps >= fault.step:
-            outcome.outcome = "recovered"
-            break
-        if passed_s > ENDED_S + DETECTED_S:
-            outcome.outcome = "hung"
-            outcome.cause = new[-500:]
-            break
-        time.sleep(10 * _POLL_S)
-    outcome.lost_s = passed_s
+        _watch(run, outcome, log_size, stack)
+    num_steps = max(1, run.steps - step + 1)
+    outcome.lost_s = max(0.0, time.monotonic() - step_began_s - num_steps * usual_s["step"])
     return outcome
 
 
-def _await_moment(attack: Attack, fault: Fault) -> bool:
-    """Wait until the phase has begun in the step; False where the run has ended or the step passed without it."""
+def _watch(run: Attack, outcome: Outcome, log_size: int, stack: ExitStack) -> None:
+    """Until the step of the fault, or the one in which it is noticed, has its record, or the run ends or hangs."""
     began = time.monotonic()
-    while attack.process.poll() is None and time.monotonic() - began < soak._LIMIT_S:
-        state = attack.state()
-        if state["step"] == fault.step and state["phase"] == fault.phase:
-            return True
-        if attack.steps >= fault.step:
-            return False
+    target = outcome.step
+    while True:
+        passed_s = time.monotonic() - began
+        if passed_s > DISK_S:
+            stack.close()  # the disk is well again
+        text = run.new_text(log_size)
+        has_ended = not run.is_running and run.process.returncode != 0
+        if outcome.detected_s is None and _tells(text):
+            outcome.detected_s = passed_s
+            target = max(target, run.state()["step"])
+        steps = run.steps
+        if has_ended:
+            outcome.outcome = "ended"
+            outcome.cause = _last_line(run.new_text(log_size))
+        elif steps >= target and outcome.detected_s is not None:
+            outcome.outcome = "recovered"
+        elif steps > outcome.step or run.process.returncode == 0:
+            outcome.outcome = "unnoticed"
+        elif passed_s > HUNG_S:
+            outcome.outcome = "hung"
+            outcome.cause = text[-2000:]
+        if outcome.outcome != "missed":
+            outcome.ended_s = passed_s
+            return
+        time.sleep(10 * _POLL_S)
+
+
+def _await_moment(run: Attack, fault: Fault) -> int | None:
+    """The step in whose phase of the fault the run is now; None where it has ended before."""
+    began = time.monotonic()
+    before = run.state()["phases"]
+    while run.is_running and time.monotonic() - began < soak._LIMIT_S:
+        state = run.state()
+        _ = run.steps  # when each began
+        is_due = state["phases"] > before and state["step"] >= FIRST
+        if state["phase"] == fault.phase and (is_due or fault.phase == "start"):
+            return state["step"]
         time.sleep(_POLL_S)
-    return False
+    return None
 
 
 def _tells(text: str) -> bool:
     """Whether a line tells of a process that is lost, or of another fault."""
-    return bool(re.search(r"started anew|is repeated|WorkerFailed|its process died|megarl: ", text))
+    words = (
+        r"started anew|go on from|goes back|begins again|is repeated|WorkerFailed|its process died"
+    )
+    return bool(re.search(rf"{words}|without the checkpoint|wait in memory|megarl: ", text))
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:300] if lines else ""
 
 
 def usual_seconds(folder: Path, name: str) -> dict[str, float]:
-    """Of each phase in the undisturbed run, the mean."""
-    steps = [record for record in soak.records(folder, name) if record["step"] > 0]
+    """Of each phase in the undisturbed run, the mean; of a whole step, the median."""
+    records = soak.records(folder, name)
     means = {}
-    for phase in (*PHASES, "critic"):
-        seconds = [record[f"time/{phase}_s"] for record in steps if f"time/{phase}_s" in record]
+    for phase in (*PHASES, "critic", "score", "ahead"):
+        seconds = [record[f"time/{phase}_s"] for record in records if f"time/{phase}_s" in record]
         means[phase] = sum(seconds) / len(seconds) if seconds else 0.0
+    means["step"] = median(record["time/step_s"] for record in records if record["step"] > 1)
     return means
 
 
-def disturb(folder: Path, run: str, faults: Sequence[Fault], seed: int) -> list[Outcome]:
-    """A run that is hit by these faults, one in each of its steps, to its end."""
-    rng = random.Random(f"victims {seed}")
-    attacked = Attack(folder, "disturbed")
+def resumed_s(run: Attack, step: int) -> float:
+    """Start the run that has ended; seconds until the step has its record, or the run has ended again."""
+    began = time.monotonic()
+    run.start()
+    while run.is_running and run.steps < step and time.monotonic() - began < HUNG_S:
+        time.sleep(10 * _POLL_S)
+    return time.monotonic() - began
+
+
+def disturb(
+    folder: Path,
+    name: str,
+    faults: Iterator[tuple[int, Fault]],
+    disk: Disk | None,
+    nodes: Nodes | None,
+) -> Iterator[dict[str, Any]]:
+    """A run that is hit until it ends, or nothing is left to hit it with: a result for each fault, and of its end."""
+    run = Attack(folder, name, nodes)
     usual_s = usual_seconds(folder, "undisturbed")
-    attacked.start()
-    outcomes = []
-    for fault in faults:
-        if attacked.process.poll() is not None:
-            attacked.start()
-        outcomes.append(attack(attacked, fault, usual_s[fault.phase], rng))
-        print(json.dumps({"run": run, "fault": str(fault)} | asdict(outcomes[-1])), flush=True)
-        if outcomes[-1].outcome == "hung":
-            soak.kill(attacked.process)
-    while attacked.process.wait(soak._LIMIT_S) != 0:
-        attacked.start()
-    return outcomes
+    leftovers = Leftovers(run.marker)
+    run.start()
+    for index, fault in faults:
+        rng = random.Random(f"victim {index}")
+        if fault.phase == "start" and run.steps >= 0:
+            yield from _restarted(run, usual_s["step"])
+        outcome = attack(run, fault, usual_s, rng, disk)
+        if outcome.outcome == "hung":
+            soak.kill(run.process)
+        if not run.is_running and run.process.returncode != 0:
+            outcome.left = leftovers.found()
+            outcome.lost_s = (outcome.ended_s or 0.0) + resumed_s(run, outcome.step)
+            outcome.lost_s -= usual_s["step"]
+        if nodes and outcome.outcome != "missed":
+            nodes.renew()
+        yield {"index": index} | asdict(outcome)
+        if not run.is_running or run.steps >= STEPS - 2:
+            break
+    yield {"end": _end_of(run, folder, leftovers)}
+
+
+def _restarted(run: Attack, step_s: float) -> Iterator[dict[str, Any]]:
+    """Kill the whole run, and start it: what that costs."""
+    step = max(1, run.state()["step"])
+    soak.kill(run.process)
+    seconds = resumed_s(run, step) - step_s
+    yield {"restart_s": max(0.0, seconds)}
+    soak.kill(run.process)
+    run.start()
+
+
+def _end_of(run: Attack, folder: Path, leftovers: Leftovers) -> dict[str, Any]:
+    """Let the run end, and compare it."""
+    for _ in range(3):
+        try:
+            if run.process.wait(soak._LIMIT_S) == 0:
+                break
+        except subprocess.TimeoutExpired:
+            soak.kill(run.process)
+        run.start()
+    left = leftovers.found()
+    if run.process.poll() != 0:
+        if run.is_running:
+            soak.kill(run.process)
+        return {"differences": [f"it does not end: {_last_line(run.new_text(0))}"], "left": left}
+    episodes = "episodes" in folder.name
+    try:
+        unequal = soak.differences(folder, "undisturbed", run.name, MEASURED, episodes=episodes)
+    except (ValueError, FileNotFoundError) as error:
+        unequal = [f"records: {error}"]
+    return {"differences": unequal[:20], "left": left}
+
+
+def prepared(folder: Path, name: str) -> None:
+    """The undisturbed run, if it is not there yet."""
+    kind = RUNS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "runs" / "undisturbed" / "checkpoints" / f"step-{STEPS:06d}").exists():
+        return
+    soak.prepare(folder, [*kind.overrides], episodes=kind.episodes)
+    if name == "critic":
+        from tests.parallel.checkpoints import write_classifier
+
+        write_classifier((folder / "models" / "tiny-qwen3-moe").resolve(), folder / "classifier")
+    soak.finish(folder, "undisturbed")
+
+
+def _faults(name: str, seed: int, numbers: Sequence[int]) -> Iterator[tuple[int, Fault]]:
+    kind = RUNS[name]
+    for index in numbers:
+        yield index, drawn(seed, name, index, kind.roles, kind.phases)
+
+
+def results_of(name: str, folder: Path, seed: int, numbers: Sequence[int]) -> Iterator[Any]:
+    """The results of all faults with these numbers, by as many runs as that takes."""
+    soak.STEPS = STEPS
+    with ExitStack() as stack:
+        disk = None
+        nodes = None
+        folder.mkdir(parents=True, exist_ok=True)
+        if name == "nodes":
+            nodes = stack.enter_context(
+                ray_nodes(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            )
+        prepared(folder, name)
+        if name == "disk":
+            disk = Disk(folder, 2**28)
+            stack.callback(disk.close)
+        faults = _faults(name, seed, numbers)
+        index = -1
+        for attempt in range(len(numbers)):
+            run_name = f"disturbed-{seed}-{numbers[0]}-{attempt}"
+            if disk:
+                target = disk.path / run_name
+                target.mkdir()
+                (folder / "runs" / run_name).symlink_to(target)
+            for result in disturb(folder, run_name, faults, disk, nodes):
+                index = result.get("index", index)
+                yield {"run": name, "seed": seed} | result
+            if index == numbers[-1]:
+                break
+
+
+def is_bad(result: dict[str, Any]) -> bool:
+    """Whether a result is one that must not be."""
+    end = result.get("end", {})
+    is_late = (result.get("ended_s") or 0.0) > ENDED_S
+    return bool(end.get("differences") or end.get("left") or result.get("left") or is_late)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=STEPS - 1, help="of each run")
+    parser.add_argument("--faults", type=int, default=10, help="of each kind of run")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="number of the first")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run", action="append", choices=[*RUNS], help="by default all of them")
+    parser.add_argument("--results", type=Path, help="a file to which the results are appended")
+    parser.add_argument("--page", type=Path, help="a page of all results in the file")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
-    faulty = 0
+    num_bad = 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
-        for run in arguments.run or RUNS:
-            folder = (arguments.folder or Path(temporary)) / run
-            folder.mkdir(parents=True, exist_ok=True)
-            episodes = run == "episodes"
-            soak.prepare(folder, RUNS[run], episodes=episodes)
-            soak.STEPS = STEPS
-            soak.finish(folder, "undisturbed")
-            faults = draw(arguments.faults, arguments.seed, run)
-            outcomes = disturb(folder, run, faults, arguments.seed)
-            unequal = soak.differences(
-                folder, "undisturbed", "disturbed", MEASURED, episodes=episodes
-            )
-            hung = [outcome for outcome in outcomes if outcome.outcome == "hung"]
-            faulty += bool(unequal or hung)
-            print(json.dumps({"run": run, "differences": unequal[:20], "hung": len(hung)}))
-    return 1 if faulty else 0
+        numbers = range(arguments.first, arguments.first + arguments.faults)
+        for name in arguments.run or RUNS:
+            folder = ((arguments.folder or Path(temporary)) / name).resolve()
+            for result in results_of(name, folder, arguments.seed, numbers) if numbers else ():
+                num_bad += is_bad(result)
+                line = json.dumps(result)
+                print(line, flush=True)
+                if arguments.results:
+                    with arguments.results.open("a") as file:
+                        file.write(line + "\n")
+    if arguments.page:
+        lines = arguments.results.read_text().splitlines()
+        before = arguments.page.read_text() if arguments.page.exists() else ""
+        arguments.page.write_text(page([json.loads(line) for line in lines], before))
+    return 1 if num_bad else 0
 
 
 if __name__ == "__main__":

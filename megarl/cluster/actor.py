@@ -22,10 +22,12 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.deadline import Deadline
+from megarl.cluster.stillness import Stillness, threads, work_of
 from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_errors
 from megarl.collector import collector_paused
 from megarl.device import use_network, use_sglang_nccl_settings
+from megarl.disk import has_open_calls
 from megarl.types import ProcessLost, SilentFault, UserError
 from megarl.types.remote import RemoteCall
 
@@ -34,7 +36,7 @@ SHARES = 4  # actors that share a GPU slot
 _ERROR_LETTERS = 20_000
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 _CALLS = 2**20
-# between two heartbeats of all workers there is so much for each: asking takes this process a hundredth of it
+# between two heartbeats of all workers there is so much for each: asking takes this process a fiftieth of it
 _PULSE_S = 0.01
 
 
@@ -95,8 +97,14 @@ class _Shell:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._target: Any = None
         self._is_made = asyncio.Event()
+        # calls that the thread has not ended
+        self._num_open = 0
+        self._stillness = Stillness()
+        # what Ray's own threads do is no progress, nor what this event loop does
+        self._spared_threads: list[int] = []
 
     async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
+        self._spared_threads = threads()
         use_network(host)
         use_sglang_nccl_settings()
         _enter(folder)
@@ -108,7 +116,12 @@ class _Shell:
         return os.getpid()
 
     async def _on_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        self._num_open += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        finally:
+            self._num_open -= 1
+            self._stillness.end()
 
     async def call(self, method: str, *args: Any) -> Any:
         await self._is_made.wait()
@@ -133,26 +146,51 @@ class _Shell:
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
-    async def pulse(self) -> tuple[int, bool]:
+    async def pulse(self) -> Pulse:
         # on the event loop, so that it answers while the thread is busy
-        return os.getpid(), self._is_made.is_set()
+        return Pulse(os.getpid(), self._is_made.is_set(), self._still_s())
+
+    def _still_s(self) -> float:
+        """For how long a call has stood still; 0 while it starts, or waits for a disk, which is the disk's matter."""
+        if self._num_open == 0 or not self._is_made.is_set() or has_open_calls():
+            self._stillness.end()
+            return 0.0
+        return self._stillness.look(time.monotonic(), work_of(os.getpid(), self._spared_threads))
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a worker answers a heartbeat. still_s: for how long it has stood still, 0 without anything to do."""
+
+    pid: int
+    has_started: bool
+    still_s: float
 
 
 class Worker:
     """The handle to a remote process."""
 
     def __init__(
-        self, name: str, slot: int, host: str, strategy: object, gpus: float = 1 / SHARES
+        self,
+        name: str,
+        slot: int,
+        host: str,
+        strategy: object,
+        gpus: float = 1 / SHARES,
+        *,
+        computes: bool = False,
     ) -> None:
         """slot: the number of its GPU slot. host: an address of the controller's node. strategy: Ray's scheduling.
 
-        gpus: Ray's `num_gpus`; 0 for a process that only inspects its node.
+        gpus: Ray's `num_gpus`; 0 for a process that only inspects its node. computes: whether its calls wait for
+        nothing but processors, disks, and calls of others that compute.
         """
         shell: Any = ray.remote(_Shell).options(
             scheduling_strategy=strategy, num_gpus=gpus, num_cpus=0, max_concurrency=_CALLS
         )
         self.name = name
         self.slot = slot
+        self.computes = computes
         self._actor: Any = shell.remote()
         self._host = host
         self.watch_refs: list[Ref] = [self._actor.watch.remote()]
@@ -190,7 +228,7 @@ class Worker:
         return self._actor.own_placement.remote(gpu)
 
     def pulse(self) -> Ref:
-        """A heartbeat: the process id, and whether the process has started; no answer means that it hangs.
+        """A heartbeat, which is answered by a `Pulse`; no answer means that the process hangs.
 
         It comes at once even when the process is busy.
         """
@@ -293,6 +331,8 @@ class Pulses:
         self.pids: dict[Worker, int] = {}
         # those that had started when they answered
         self._started: set[Worker] = set()
+        # of those that compute, by their last answers
+        self.still_s: dict[Worker, float] = {}
 
     def look(self, workers: Sequence[Worker]) -> None:
         """Once a period, count the missing answers and ask again."""
@@ -310,15 +350,17 @@ class Pulses:
                 continue
             if worker in self._started:
                 self._deadline.observe(self.silence_s(worker))
-            elif worker in self._asked:
+            if worker in self._asked and (worker.computes or worker not in self._started):
                 self._note_answer(worker)
             self._missed[worker] = 0
             self._asked[worker] = worker.pulse()
 
     def _note_answer(self, worker: Worker) -> None:
         with suppress(ray.exceptions.RayError):
-            self.pids[worker], has_started = ray.get(self._asked[worker])
-            if has_started:
+            pulse: Pulse = ray.get(self._asked[worker])
+            self.pids[worker] = pulse.pid
+            self.still_s[worker] = pulse.still_s
+            if pulse.has_started:
                 self._started.add(worker)
 
     def unanswered(self) -> list[Worker]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import ray.exceptions
 
 from megarl.cluster import processes
 from megarl.cluster.actor import Background, Pulses, Ref, Worker, answers, failure, is_loss
+from megarl.cluster.stillness import GroupStillness
 from megarl.device import LOOPBACK
 from megarl.types import Silence, SilentFault, UserError
 
@@ -60,6 +62,8 @@ class Calls:
         self._pulses = Pulses(timeout_s)
         # of the workers that can be replaced, whose hanging costs less when it is noticed soon
         self._quick_pulses = Pulses(timeout_s, period_s=_QUICK_PERIOD_S)
+        # of the workers that compute
+        self._stillness = GroupStillness(timeout_s)
         self._workers: list[Worker] = []
         # of the workers whose loss does not end the run
         self._owners: dict[Worker, OnLoss] = {}
@@ -141,6 +145,7 @@ class Calls:
             self._lose(worker, _watch_error(worker, ref))
         if len(done) < len(labels) + len(of_background):
             self._judge_silence(watched)
+            self._judge_stillness(labels, watched)
         ended = [ref for ref in done if ref in of_background]
         if background and ended:
             # while it takes these, what it waits for itself hands it no further ones
@@ -167,6 +172,34 @@ class Calls:
             elif worker in self._workers and self._pulses.silence_s(worker) >= self._timeout_s:
                 silence = self._silence_of(worker, self._pulses)
                 raise WorkerFailed(silence, silence, worker.name)
+
+    def _judge_stillness(self, labels: Mapping[Ref, str], watched: Sequence[Worker]) -> None:
+        """Give up one of the workers that compute where all that are waited for stand still: they would for ever.
+
+        Raises as `_judge_silence`. Nothing is known of them while others are waited for, too.
+        """
+        names = {*labels.values()}
+        waited_for = [worker for worker in watched if worker.computes and worker.name in names]
+        if len(waited_for) < len(names):
+            return
+        still_s = {worker: self._still_s(worker) for worker in waited_for}
+        if not self._stillness.is_overdue(time.monotonic(), [*still_s.values()]):
+            return
+        worker = max(waited_for, key=still_s.__getitem__)
+        others = f", as {len(waited_for) - 1} that compute with it do" if waited_for[1:] else ""
+        problem = (
+            f"{self._described(worker)} stands still: it has used no processor and moved no bytes for "
+            f"{still_s[worker]:.0f} s{others}"
+        )
+        failure = WorkerFailed(problem, problem, worker.name)
+        if worker not in self._owners:
+            raise failure
+        self._lose(worker, failure)
+
+    def _still_s(self, worker: Worker) -> float:
+        """By its last answer, of the heartbeats that it is sent."""
+        pulses = self._quick_pulses if worker in self._owners else self._pulses
+        return pulses.still_s.get(worker, 0.0)
 
     def losses(self, ended: Mapping[Ref, str]) -> dict[Ref, Exception]:
         """Those of these calls that have failed because a replaceable worker is lost, with the causes.
@@ -289,13 +322,15 @@ class Calls:
         return None
 
     def _silence_of(self, worker: Worker, pulses: Pulses) -> str:
-        who = worker.name
-        if pid := self._pid_of(worker):
-            who += f" (pid {pid})"
-        silence = f"{who} has not answered for {pulses.silence_s(worker):.0f} s"
+        silence = f"{self._described(worker)} has not answered for {pulses.silence_s(worker):.0f} s"
         if self.is_stopped(worker):
             silence += ": a signal stopped it"
         return silence
+
+    def _described(self, worker: Worker) -> str:
+        if pid := self._pid_of(worker):
+            return f"{worker.name} (pid {pid})"
+        return worker.name
 
     def is_stopped(self, worker: Worker) -> bool:
         """Whether a signal has stopped the worker; False for workers of other nodes."""
@@ -357,6 +392,7 @@ class Calls:
         if worker in self._workers:
             self._workers.remove(worker)
         self._owners.pop(worker, None)
+        self._stillness.forget()
 
 
 def _watch_error(worker: Worker, ref: Ref) -> Exception:

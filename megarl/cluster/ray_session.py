@@ -206,14 +206,20 @@ class Cluster(Calls):
             self._say(f"node {node.address} has died: its slots are on node {spare} from now on")
 
     def worker(
-        self, name: str, slot: int, on_loss: OnLoss | None = None, gpus: float = 1 / SHARES
+        self,
+        name: str,
+        slot: int,
+        on_loss: OnLoss | None = None,
+        gpus: float = 1 / SHARES,
+        *,
+        computes: bool = False,
     ) -> Worker:
         """Start a process on GPU slot `slot`; up to four share a slot: policy, engine, critic and reward model.
 
         on_loss: makes the worker replaceable: called once, with the cause, when the process has died or is silent.
-        gpus: 0 for a process that uses the node alone.
+        gpus: 0 for a process that uses the node alone. computes: as of `Worker`; where it stands still, it is lost.
         """
-        worker = Worker(name, slot, self.host, self._strategy(slot), gpus)
+        worker = Worker(name, slot, self.host, self._strategy(slot), gpus, computes=computes)
         self._workers.append(worker)
         self._homes[worker] = self._slots.node_of(slot)
         if on_loss:

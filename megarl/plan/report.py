@@ -317,10 +317,23 @@ def _step(plan: RunPlan) -> RenderableType:
     for what, wait_s in {"sample": plan.engines_wait_s, "train": plan.ranks_wait_s}.items():
         if wait_s:
             lines.append(f"GPUs that only {what} wait {amount(wait_s)} s of a step")
+    lines.append(losses(plan))
     words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
     if not plan.fits:
         words += " It means little before the recipe fits."
     return Group(table, *map(text, lines), text(words, style="dim"))
+
+
+def losses(plan: RunPlan) -> str:
+    """The seconds that are lost with each part that may die, in one line."""
+    cost = plan.losses
+    words = f"seconds lost besides the start of processes: with an engine {amount(cost.engine_s)}"
+    if cost.rank_s is not None and cost.node_s is not None:
+        words += f"; with a rank {amount(cost.rank_s)}, with a node {amount(cost.node_s)}"
+        words += f", from {cost.source}"
+    if cost.restart_s is not None:
+        words += f"; with the whole run {amount(cost.restart_s)}"
+    return words
 
 
 def _joined(models: Iterable[str]) -> str:
@@ -417,6 +430,7 @@ def plan_json(plan: RunPlan) -> JsonObject:
         "reshard": asdict(plan.reshard),
         "learning": {role: asdict(times) for role, times in plan.learning.items()},
         "step": asdict(plan.step) | {"total_s": plan.step.total_s},
+        "losses": asdict(plan.losses),
     }
 
 

@@ -18,6 +18,7 @@ from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import settings_of, weight_bytes
 from megarl.plan.engine_simulation import CLIPPED, GroupLimits
 from megarl.plan.fit import cache_advice, lacking, with_errors
+from megarl.plan.loss_cost import LossCost, loss_cost
 from megarl.plan.model_size import ModelSizes, sizes_of
 from megarl.plan.phase_advice import TriedPhases, phase_advice
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
@@ -93,6 +94,12 @@ class RunPlan:
         if any(slot.engine is None for slot in self.slots):
             return self.step.rollout_s + self.step.ahead_s
         return 0.0
+
+    @property
+    def losses(self) -> LossCost:
+        """What the death of a part costs."""
+        engine_bytes = self.reshard.dest_bytes.mean
+        return loss_cost(self.recipe, self.hardware, self.sizes.values(), self.step, engine_bytes)
 
     @property
     def tool_load(self) -> ToolLoad | None:

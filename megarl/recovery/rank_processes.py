@@ -67,7 +67,7 @@ class RankProcesses:
         started = {}
         for rank, slot in enumerate(self._role.slots):
             on_loss = partial(self._on_loss, rank) if self._is_replaceable else None
-            worker = self._cluster.worker(f"{self._name} {rank}", slot, on_loss)
+            worker = self._cluster.worker(f"{self._name} {rank}", slot, on_loss, computes=True)
             started[worker.start(self._target, rank, self._role, meet, *self._more)] = worker.name
             self.workers.append(worker)
         return started

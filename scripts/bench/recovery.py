@@ -22,39 +22,28 @@ import chaos
 import soak_resume as soak
 
 CASES = {
-    "an engine, in its rollout": chaos.Fault("kill", "scheduler", "rollout", 0, 0.5),
-    "a training rank, in its updates": chaos.Fault("kill", "rank", "train", 0, 0.5),
+    "an engine, in its rollout": chaos.Fault("kill", "scheduler", "rollout", 0.5),
+    "a training rank, in its updates": chaos.Fault("kill", "rank", "train", 0.5),
 }
 RESTART = "the whole run, resumed from its checkpoint"
-FIRST_STEP = 3  # the steps before have longer starts
+STEPS_OF_FAULT = 2  # one that is hit, and one until the next
 
 
-def step_seconds(folder: Path, name: str) -> float:
-    """A usual step of the undisturbed run."""
-    records = soak.records(folder, name)
-    return statistics.median(record["time/step_s"] for record in records if record["step"] > 1)
-
-
-def lost_s(attacked: chaos.Attack, fault: chaos.Fault, usual_s: float, step_s: float) -> float:
-    """Hit somebody, and wait for the step's record."""
-    outcome = chaos.attack(attacked, fault, usual_s, random.Random(fault.step))
+def lost_s(attacked: chaos.Attack, fault: chaos.Fault, usual_s: dict[str, float]) -> float:
+    """Hit somebody, and wait until the step is done after all."""
+    outcome = chaos.attack(attacked, fault, usual_s, random.Random(1), None)
     assert outcome.outcome == "recovered" and outcome.lost_s is not None, outcome
-    return max(0.0, outcome.lost_s - step_s)
+    return outcome.lost_s
 
 
-def restart_s(attacked: chaos.Attack, folder: Path, step: int, step_s: float) -> float:
-    """Kill the run in a step and resume it; the seconds until that step has its record."""
-    while attacked.steps < step - 1:
+def restart_s(attacked: chaos.Attack, step_s: float) -> float:
+    """Kill the run in the middle of a step and resume it; the seconds until that step has its record."""
+    before = attacked.steps
+    while attacked.steps == before:
         time.sleep(0.01)
     time.sleep(step_s / 2)
-    began = time.monotonic()
     soak.kill(attacked.process)
-    attacked.start()
-    while attacked.steps < step:
-        if attacked.process.poll() is not None:
-            raise RuntimeError(attacked.log.read_text()[-2000:])
-        time.sleep(0.01)
-    return max(0.0, time.monotonic() - began - step_s)
+    return chaos.resumed_s(attacked, before + 2) - step_s / 2
 
 
 def main() -> None:
@@ -67,26 +56,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        num_steps = FIRST_STEP + arguments.times * (len(CASES) + 1)
-        overrides = [*chaos.RUNS["plain"], f"run.steps={num_steps}", "checkpoint.every=1"]
+        num_steps = chaos.FIRST + STEPS_OF_FAULT * arguments.times * (len(CASES) + 1)
+        overrides = [*chaos.SMALL, f"run.steps={num_steps}", "checkpoint.every=1"]
         soak.prepare(folder, overrides, episodes=False)
         soak.finish(folder, "undisturbed")
-        step_s = step_seconds(folder, "undisturbed")
         usual_s = chaos.usual_seconds(folder, "undisturbed")
         attacked = chaos.Attack(folder, "disturbed")
         attacked.start()
         lost: dict[str, list[float]] = {name: [] for name in (*CASES, RESTART)}
-        step = FIRST_STEP
         for _ in range(arguments.times):
             for name, case in CASES.items():
-                fault = chaos.Fault(case.kind, case.role, case.phase, step, case.share)
-                lost[name].append(lost_s(attacked, fault, usual_s[case.phase], step_s))
-                step += 1
-            lost[RESTART].append(restart_s(attacked, folder, step, step_s))
-            step += 1
+                lost[name].append(lost_s(attacked, case, usual_s))
+            lost[RESTART].append(restart_s(attacked, usual_s["step"]))
         attacked.process.wait()
     restarts_s = statistics.median(lost[RESTART])
-    print(f"a usual step takes {step_s:.1f} s")
+    print(f"a usual step takes {usual_s['step']:.1f} s")
     print("| what dies | seconds lost, median | of a restart |")
     print("|---|---|---|")
     for name, seconds in lost.items():

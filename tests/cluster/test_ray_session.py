@@ -19,6 +19,7 @@ import pytest
 from megarl.cluster.actor import Pulses, Ref, Worker, answers, at_arrival, ray_nodes
 from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.ray_session import Cluster
+from megarl.cluster.stillness import GroupStillness
 from megarl.config import PlacementConfig
 from megarl.types import FaultMember, SilentFault, UserError
 from megarl.types.remote import RemoteCall
@@ -438,6 +439,32 @@ def test_a_stopped_worker_is_given_up_soon_and_killed_with_its_children(
     cluster.end(worker)
     assert not psutil.pid_exists(pid)
     assert not psutil.pid_exists(child)
+
+
+def test_workers_that_compute_and_stand_still_are_given_up_and_no_others(
+    cluster: Cluster, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+):
+    """They answer heartbeats all the same; one that works is the progress of those that wait for it."""
+    monkeypatch.setattr(cluster, "_stillness", GroupStillness(BOUND_S))
+    causes: list[Exception] = []
+    pair: list[Worker] = []
+
+    def on_loss(cause: Exception) -> None:
+        causes.append(cause)
+        cluster.end_all(pair)
+
+    pair += [cluster.worker(f"peer {rank}", rank, on_loss, computes=True) for rank in range(2)]
+    cluster.gather({worker.start(TARGET, 0): worker.name for worker in pair})
+    stuck = pair[0].call("hang")
+    working = pair[1].call("work", 2 * BOUND_S)
+    assert cluster.await_any({stuck: "peer 0", working: "peer 1"}) == [working]
+    assert causes == []
+    (lost,) = cluster.outcomes({stuck: "peer 0"})
+    assert str(lost) == "peer 0: its process died"
+    assert re.fullmatch(
+        r"peer 0 \(pid \d+\) stands still: it has used no processor and moved no bytes for \d+ s",
+        str(causes[0]),
+    )
 
 
 def _program(program: str, argument: str, marker: Path) -> subprocess.CompletedProcess[str]:

@@ -122,7 +122,7 @@ def arrived(value: Any) -> Any:
 class Cluster:
     host = "127.0.0.1"
 
-    def worker(self, name: str, slot: int, on_loss: object) -> Worker:
+    def worker(self, name: str, slot: int, on_loss: object, *, computes: bool) -> Worker:
         return Worker(name, slot)
 
     def placements(self, workers: Sequence[Worker], _: Any) -> list[DevicePlacement]:

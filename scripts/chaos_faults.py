@@ -1,0 +1,304 @@
+"""The faults of chaos.py: what is done, to whom, and what a run leaves behind that was hit."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+# of each kind of fault the roles that it can hit
+PROCESSES = ("engine", "scheduler", "rank", "critic", "reward model", "keeper")
+WORKERS = ("reward worker", "tool worker")
+RAY = ("Ray worker", "raylet")
+NODES = ("second raylet", "second node")
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "kill": (*PROCESSES, *WORKERS, *RAY, *NODES),
+    "stop": (*PROCESSES, *WORKERS, "Ray worker", "second raylet"),
+    "raise": ("rank", "critic", "reward model"),
+    "sockets": (*PROCESSES, *WORKERS, "Ray worker"),
+    "memory": (*PROCESSES, *WORKERS),
+    "full": ("disk",),
+    "slow": ("disk",),
+}
+MARKER = "MEGARL_CHAOS"  # in the environment of all processes of a run
+DISK_S = 20.0  # for which a disk is full, or does not answer
+_PIDFD_GETFD = 438
+_LEFT_S = 20.0  # within which processes and files of a run that has ended are gone
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to a process of a role, `share` of the phase's usual seconds after the phase has begun."""
+
+    kind: str
+    role: str
+    phase: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.role} in {self.phase}"
+
+
+class Victims:
+    """The processes of a run by their roles, as its driver tells them in a file."""
+
+    def __init__(self, state: Path, pid: int) -> None:
+        """pid: of the command."""
+        self._pids: Mapping[str, int] = json.loads(state.read_text())["pids"]
+        self._pid = pid
+
+    def of(self, role: str) -> list[int]:
+        """Those that are alive, in order."""
+        engines = self._named("engine")
+        by_role: dict[str, Callable[[], list[int]]] = {
+            "engine": lambda: engines,
+            "scheduler": lambda: _below(engines, "forkserver"),
+            "rank": lambda: self._named("training rank"),
+            "critic": lambda: self._named("critic rank"),
+            "reward model": lambda: self._named("reward model rank"),
+            "keeper": lambda: self._named("keeper"),
+            "reward worker": lambda: _below(engines, "reward_workers"),
+            "tool worker": lambda: _below(engines, "environment"),
+            "Ray worker": self._others_of_ray,
+            "raylet": self._raylets,
+        }
+        return [pid for pid in sorted(by_role[role]()) if psutil.pid_exists(pid)]
+
+    def _named(self, beginning: str) -> list[int]:
+        return [pid for name, pid in self._pids.items() if name.startswith(beginning)]
+
+    def name(self, role: str) -> str:
+        """A worker with the role."""
+        beginning = {"rank": "training rank", "critic": "critic rank"}.get(role, role)
+        return next((name for name in self._pids if name.startswith(beginning)), "")
+
+    def _raylets(self) -> list[int]:
+        with suppress(psutil.NoSuchProcess):
+            tree = psutil.Process(self._pid).children(recursive=True)
+            return [process.pid for process in tree if process.name() == "raylet"]
+        return []
+
+    def _others_of_ray(self) -> list[int]:
+        """Processes that Ray holds ready, in none of which a part of the run is."""
+        return [
+            child.pid
+            for raylet in self._raylets()
+            for child in psutil.Process(raylet).children()
+            if child.pid not in self._pids.values()
+        ]
+
+
+def _below(pids: Sequence[int], word: str) -> list[int]:
+    """The children of those children of the processes whose command line has the word."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(pid).children():
+                if word in " ".join(child.cmdline()):
+                    found += [process.pid for process in child.children()]
+    return found
+
+
+def hit(kind: str, pid: int) -> None:
+    """Do to a process what a fault does. Raises psutil.NoSuchProcess or ProcessLookupError where it has ended."""
+    if kind == "kill":
+        os.kill(pid, signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(pid, signal.SIGSTOP)
+    elif kind == "sockets":
+        _shut_sockets(pid)
+    elif kind == "memory":
+        # every larger allocation fails from now on
+        used = psutil.Process(pid).memory_info().vms
+        resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
+    else:
+        raise ValueError(kind)
+
+
+def _shut_sockets(pid: int) -> None:
+    """Shut the TCP connections of another process down, as a network that fails does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    connections = psutil.Process(pid).net_connections("tcp")
+    process = os.pidfd_open(pid)
+    for connection in connections:
+        if connection.status != psutil.CONN_ESTABLISHED:
+            continue
+        copy = libc.syscall(_PIDFD_GETFD, process, connection.fd, 0)
+        if copy >= 0:
+            with socket.socket(fileno=copy) as shared, suppress(OSError):
+                shared.shutdown(socket.SHUT_RDWR)
+    os.close(process)
+
+
+class Disk:
+    """A disk of its own for a run, which can be full or stop to answer; needs root, and a loop device."""
+
+    _SCRIPT = 'mkfs.ext4 -q -F "$1" && mount -o loop "$1" "$2" && echo mounted && exec cat'
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        """folder: for the disk's image and the place where it is mounted, which no other process sees."""
+        image = folder / "disk.img"
+        self._at = folder / "disk"
+        self._at.mkdir(exist_ok=True)
+        with image.open("wb") as file:
+            file.truncate(num_bytes)
+        command = ["unshare", "--mount", "sh", "-c", self._SCRIPT, "sh", str(image), str(self._at)]
+        self._holder = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._holder.stdout
+        if self._holder.stdout.readline() != "mounted\n":
+            raise RuntimeError("a disk of its own needs root and a free loop device")
+        # by which every process reaches it
+        self.path = Path(f"/proc/{self._holder.pid}/root{self._at}")
+
+    def close(self) -> None:
+        self._holder.communicate()
+
+    @contextmanager
+    def broken(self, kind: str) -> Iterator[None]:
+        """kind: full; slow: it answers nothing, and whoever asks it cannot even be killed."""
+        if kind == "full":
+            filler = self.path / "filler"
+            with suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(2**20)):
+                    pass
+            try:
+                yield
+            finally:
+                filler.unlink()
+            return
+        self._freeze("-f")
+        try:
+            yield
+        finally:
+            self._freeze("-u")
+
+    def _freeze(self, option: str) -> None:
+        enter = ["nsenter", f"--target={self._holder.pid}", "--mount"]
+        subprocess.run([*enter, "fsfreeze", option, str(self._at)], check=True)
+
+
+class Nodes:
+    """Three Ray nodes of a slot each on this machine, of which a run has two, and one more to spare."""
+
+    ADDRESSES = tuple(f"127.0.0.{number}" for number in (2, 3, 4))
+
+    def __init__(self, nodes: Any) -> None:
+        """nodes: a `tests.ray_nodes.RayNodes`."""
+        self._nodes = nodes
+
+    def second(self, pids: Mapping[str, int]) -> tuple[str, int]:
+        """The address of the node that the second rank is on, and its raylet. Raises IndexError where it has none."""
+        rank = psutil.Process(pids.get("training rank 1", 0))
+        (raylet,) = [process for process in rank.parents() if process.name() == "raylet"]
+        above = {process.pid for process in raylet.parents()}
+        (address,) = [address for address, node in self._nodes._nodes.items() if node.pid in above]
+        return address, raylet.pid
+
+    def strike(self, fault: Fault, pids: Mapping[str, int]) -> None:
+        """Hit the second node, or its raylet alone."""
+        self._hit, raylet = self.second(pids)
+        if fault.role == "second node":
+            self._nodes.kill(self._hit)
+        else:
+            hit(fault.kind, raylet)
+
+    def renew(self) -> None:
+        """Start the node that was hit anew, from now on as the spare one."""
+        if self._hit in self._nodes._nodes:
+            self._nodes.kill(self._hit)
+        self._nodes.join(self._hit)
+        self._nodes.wait_for(len(self.ADDRESSES))
+
+
+@contextmanager
+def ray_nodes(folder: Path) -> Iterator[Nodes]:
+    """Nodes, which commands that are started meanwhile join."""
+    from tests.ray_nodes import RayNodes
+
+    before = dict(os.environ)
+    with (
+        tempfile.TemporaryDirectory(prefix="n-", dir="/tmp") as disk,
+        RayNodes(folder, Path(disk), gpus=1) as nodes,
+    ):
+        nodes.start(*Nodes.ADDRESSES)
+        os.environ.update(nodes.environment() | {"RAY_ADDRESS": nodes.address})
+        try:
+            yield Nodes(nodes)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+class Leftovers:
+    """Processes and files that a run has left, though it has ended."""
+
+    def __init__(self, marker: str) -> None:
+        """marker: the value of MARKER in the run's processes."""
+        self._marker = marker
+        self._before = _files()
+
+    def found(self) -> list[str]:
+        """What stays: processes, and files in shared places that no living process of another run uses."""
+        deadline = time.monotonic() + _LEFT_S
+        while True:
+            left = [*self._processes(), *_unused(_files() - self._before)]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.2)
+
+    def _processes(self) -> list[str]:
+        left = []
+        for process in psutil.process_iter(["cmdline"]):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                is_ours = process.environ().get(MARKER) == self._marker
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(f"process {process.pid} {' '.join(process.info['cmdline'])[:80]}")
+        return left
+
+
+def _files() -> set[str]:
+    folders = [path for path in Path("/tmp").iterdir() if path.name.startswith("megarl-")]
+    return {str(path) for path in [*folders, *Path("/dev/shm").iterdir()]}
+
+
+def _unused(paths: set[str]) -> list[str]:
+    """Those that still exist and no process has open, or has as the folder of its temporary files."""
+    if not paths:
+        return []
+    used = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+            used.add(process.environ().get("TMPDIR", ""))
+            used.add(process.environ().get("RAY_TMPDIR", ""))
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            used |= {path for path in paths if path in maps}
+            used |= {str(opened.resolve()) for opened in Path(f"/proc/{process.pid}/fd").iterdir()}
+    is_used = [any(name == path or name.startswith(f"{path}/") for name in used) for path in paths]
+    return sorted(
+        path for path, use in zip(paths, is_used, strict=True) if not use and os.path.exists(path)
+    )
+
+
+def drawn(seed: int, run: str, index: int, roles: Sequence[str], phases: Sequence[str]) -> Fault:
+    """The fault of this number. roles, phases: of the run; a disk's are `disk`'s alone."""
+    rng = random.Random(f"{seed} {run} {index}")
+    kinds = [kind for kind, of_kind in KINDS.items() if {*of_kind} & {*roles}]
+    kind = rng.choice(kinds)
+    role = rng.choice([role for role in KINDS[kind] if role in roles])
+    return Fault(kind, role, rng.choice(phases), rng.random())
