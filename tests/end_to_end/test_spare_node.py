@@ -88,6 +88,6 @@ def test_a_spare_node_takes_over_within_a_run(nodes: RayNodes, tmp_path: Path) -
     assert f"node {SECOND} has died: its slots are on node {SPARE} from now on" in log.read_text()
     soak.STEPS = STEPS
     measured = (*soak.OF_ENGINES, "recovery/")
-    assert (
-        soak.differences(tmp_path, "undisturbed", "disturbed", measured, episodes=False) == []
-    ), log.read_text()
+    assert soak.differences(tmp_path, "undisturbed", "disturbed", measured, episodes=False) == [], (
+        log.read_text()
+    )
