@@ -9,10 +9,10 @@ from pathlib import Path
 from megarl.config import EngineConfig, Recipe
 from megarl.disk import existing_folder, is_writable
 from megarl.placement.roles import Roles
-from megarl.preflight.listed import ErrorIterator, Errors, listed
 from megarl.rollout.external.client import ServerClient, ServerFault, server_key
 from megarl.rollout.external.server_checks import ServerFacts, WantedServer, fitting_facts
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, Errors, listed
 
 WHERE = "rollout.engine.external"
 # of the engines that a run starts itself
