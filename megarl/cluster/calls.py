@@ -134,14 +134,15 @@ class Calls:
         watches = {ref: worker for worker in watched for ref in worker.watch_refs}
         names = {ref: worker.name for ref, worker in watches.items()}
         done = self._ended([*labels, *of_background, *watches], watched)
-        lost = {watches[ref]: ref for ref in done if watches.get(ref) in self._owners}
+        # several of one worker, which end together
+        lost = {ref: watches[ref] for ref in done if watches.get(ref) in self._owners}
         # whoever made these calls looks at their failures
-        examined_later = {*lost.values(), *of_background, *(labels if may_lose else ())}
+        examined_later = {*lost, *of_background, *(labels if may_lose else ())}
         self._raise_failure(
             [ref for ref in done if ref not in examined_later],
             {**labels, **of_background, **names},
         )
-        for worker, ref in lost.items():
+        for ref, worker in lost.items():
             self._lose(worker, _watch_error(worker, ref))
         if len(done) < len(labels) + len(of_background):
             self._judge_silence(watched)
@@ -179,7 +180,8 @@ class Calls:
         Raises as `_judge_silence`. Nothing is known of them while others are waited for, too.
         """
         names = {*labels.values()}
-        waited_for = [worker for worker in watched if worker.computes and worker.name in names]
+        alive = [worker for worker in watched if worker in self._workers]
+        waited_for = [worker for worker in alive if worker.computes and worker.name in names]
         if len(waited_for) < len(names):
             return
         still_s = {worker: self._still_s(worker) for worker in waited_for}

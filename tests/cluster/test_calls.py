@@ -36,8 +36,8 @@ class Session(Calls):
     def _ended(self, refs: list[Any], watched: Sequence[Any]) -> list[Any]:
         return [ref for ref in refs if ref in self.errors or ref == "returned"]
 
-    def add(self, name: str, ref: str, on_loss: Callable[[], None]) -> Any:
-        worker: Any = Worker(name, [ref])
+    def add(self, name: str, ref: str, on_loss: Callable[[], None], *more_refs: str) -> Any:
+        worker: Any = Worker(name, [ref, *more_refs])
 
         def told(_: Exception) -> None:
             self.told.append(ref)
@@ -78,6 +78,19 @@ def test_an_owner_is_told_once_of_workers_that_die_in_one_moment(
     returned: Any = "returned"
     assert session.await_any({returned: "engine 0"}) == [returned]
     assert session.told == ["watch 0"]
+
+
+def test_an_owner_is_told_once_of_a_worker_all_of_whose_watches_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine is watched by two calls, which end together with its node."""
+    session = Session(monkeypatch)
+    session.add("engine 1", "watch", lambda: None, "fail")
+    session.kill("watch")
+    session.kill("fail")
+    returned: Any = "returned"
+    assert session.await_any({returned: "engine 0"}) == [returned]
+    assert session.told == ["watch"]
 
 
 def test_calls_settle_where_an_owner_ends_the_others_with_a_worker_that_dies(
