@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.printable import first_line, short
 from megarl.types import UserError, UserErrors
-from megarl.types.json_objects import Columns
+from megarl.types.json_objects import Columns, depth
 
 # (`file:line`, or `file row N` from 0 of a parquet file; the columns)
 DataRow = tuple[str, Mapping[str, Any]]
@@ -186,17 +186,6 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
     if _HALF_PAIR.search(text):
         _refuse_half_pairs(row)
     return row
-
-
-def depth(value: list[Any] | dict[str, Any]) -> int:
-    """How deeply lists and objects are nested."""
-    levels = 0
-    level: list[Any] = [value]
-    while level:
-        levels += 1
-        inner = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
-    return levels
 
 
 def _refuse_half_pairs(row: Columns) -> None:

@@ -4,7 +4,7 @@ from megarl.environments.agents.chat import EpisodeOver
 from megarl.environments.agents.chat_client import Chat
 from megarl.environments.runtime.environment import Environment, Observation
 from megarl.isolation.service import Service, ServiceError, TryAgain, Unavailable
-from megarl.types.reward_result import RewardResult, refuse_earlier_name
+from megarl.types.reward_result import RewardResult
 
 __all__ = [
     "Chat",
@@ -17,7 +17,3 @@ __all__ = [
     "TryAgain",
     "Unavailable",
 ]
-
-
-def __getattr__(name: str) -> object:
-    refuse_earlier_name(__name__, name)

@@ -8,12 +8,11 @@ from copy import deepcopy
 from itertools import accumulate
 from typing import Any, Literal
 
-from megarl.data.files import depth
 from megarl.environments.runtime.results import TOOL_ERRORS, CallResult, cut
 from megarl.episodes.tool_calls import BadCall, ToolCall
 from megarl.printable import json_line
 from megarl.types import Sample, Transcript, TranscriptCall, TranscriptEntry
-from megarl.types.json_objects import CallArguments
+from megarl.types.json_objects import CallArguments, depth
 
 MOST_BYTES = 2**16  # of a transcript as JSON
 # bytes of each text: the first limit with which all entries fit

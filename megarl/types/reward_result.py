@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 from megarl.printable import short
 
@@ -25,13 +25,6 @@ class RewardResult:
     reward: float
     correct: bool
     answer: str | None = None
-
-
-def refuse_earlier_name(module: str, name: str) -> NoReturn:
-    """For a module's `__getattr__`: users' functions may still import what `RewardResult` was called before."""
-    if name == "Verdict":
-        raise ImportError(f"{module}.Verdict is called RewardResult now")
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from megarl.data.files import depth
 from megarl.environments.agents.chat import ChatRequest
-from megarl.types.json_objects import JsonObject
+from megarl.types.json_objects import JsonObject, depth
 
 MOST_STOPS = 16
 # of one of them: the engine decodes as many tokens after each that it samples

@@ -17,7 +17,6 @@ from megarl.types import UserError
 from megarl.types.json_objects import CallArguments
 from megarl.types.reward_result import Failure as Failure
 from megarl.types.reward_result import RewardResult as RewardResult
-from megarl.types.reward_result import refuse_earlier_name
 
 WHERE = "reward.function"
 SANDBOX_HINT = "install bubblewrap, name a remote sandbox with `url`, or run without isolation with `unsafe: true`"
@@ -28,10 +27,6 @@ _FORM = "write module:function, for example megarl.rollout.rewards.exact:score"
 # A function with the parameter `episode` gets that keyword, too: an `episode_dict`, or None where it is no episode.
 Reward = Callable[..., Any]
 EPISODE = "episode"
-
-
-def __getattr__(name: str) -> object:
-    refuse_earlier_name(__name__, name)
 
 
 def load_reward(path: str, arguments: CallArguments, where: str = WHERE) -> Reward:
