@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import math
@@ -308,19 +307,6 @@ def test_a_run_goes_on_from_a_record_that_is_not_whole(disk: Path) -> None:
     assert records(log) == [1, 2]
 
 
-def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_left_half_written(disk: Path) -> None:
-    snapshots = Snapshots(disk / "checkpoints", print)
-    partial = snapshots.begin(3)
-    filler = fill(disk, left=8192)
-    (partial / "rank").write_bytes(bytes(8192))
-    what = "the checkpoint of step 3"
-    with pytest.raises(UserError, match=full(disk, what)), writing(disk, what):
-        snapshots.commit(partial, {"step": 3, "filler": "x" * 10_000}, {}, keep=1)
-    snapshots.abandon(partial)
-    assert [path.name for path in snapshots.folder.iterdir()] == []
-    assert filler.exists() and shutil.disk_usage(disk).free >= 8192
-
-
 def a_group(num_tokens: int) -> SampleGroup:
     rng = np.random.default_rng(1)
     logp_T = rng.random(num_tokens, dtype=np.float32)
@@ -539,14 +525,3 @@ def test_no_character_of_a_sample_reaches_a_terminal(tmp_path: Path) -> None:
     text = (log.folder / "samples.jsonl").read_text(encoding="utf-8")
     assert text.replace("\n", "").isprintable() and "数" in text
     assert json.loads(text)["prompt"] == hostile.prompt_text
-
-
-def test_no_character_of_a_failed_reward_result_reaches_the_terminal(tmp_path: Path) -> None:
-    console, text = plain()
-    failed = dataclasses.replace(
-        group("p", [1.0], [2]), failures=("raised \x1b]0;x\x07\u202e\r\nforged",)
-    )
-    with RunLog(recipe_in(tmp_path), console) as log, log.step(1) as record:
-        record.failed([failed])
-    (line,) = [line for line in text.getvalue().splitlines() if "verdict failed" in line]
-    assert line == r"step 1: 1 verdict failed, the first raised \x1b]0;x\x07\u202e\r\nforged"
