@@ -30,9 +30,11 @@ def run_scheduler(*arguments: Any) -> None:
     """SGLang's scheduler process with the patches for CPU."""
     end_with_parent()
     scheduler.patch_sglang(repeatable=False)
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers import scheduler as sglang_scheduler
 
-    run_scheduler_process(*arguments)
+    # files in /dev/shm that a killed server leaves
+    sglang_scheduler.create_load_snapshot_writer = lambda *_, **__: None  # type: ignore[assignment]
+    sglang_scheduler.run_scheduler_process(*arguments)
 
 
 def run_detokenizer(*arguments: Any) -> None:
