@@ -193,8 +193,9 @@ class RolloutWorker:
 
     @property
     def _own_engine(self) -> Engine:
-        assert isinstance(self._engine, Engine), "an external engine is no member of an exchange"
-        return self._engine
+        engine = self._engine
+        assert not isinstance(engine, ExternalEngine), "it is no member of an exchange"
+        return engine
 
     @property
     def _external_engine(self) -> ExternalEngine:
