@@ -7,7 +7,6 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +15,7 @@ from megarl.isolation.service import Service, ServiceError
 from megarl.model.tokenizer import load_auto_tokenizer
 from megarl.rollout.external.client import ServerClient, ServerFault, server_key
 from megarl.rollout.external.server_checks import ServerFacts, WantedServer, fitting_facts
+from megarl.rollout.external.weight_files import WeightFiles
 from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.sampling_engine import SamplingEngine
 from megarl.rollout.sglang.arguments import EngineSettings
@@ -27,15 +27,6 @@ _LOOK_S = 10.0
 # of an answer: of each token SGLang writes its id, and its log-probability with its id
 _TOKEN_BYTES = 200
 _ANSWER_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class WeightFiles:
-    """A version of the weights. folder: a Hugging Face checkpoint; label: SGLang's name of the version, never twice."""
-
-    folder: str
-    label: str
-    version: int
 
 
 class ExternalEngine(SamplingEngine):
