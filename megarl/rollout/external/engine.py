@@ -13,6 +13,7 @@ from uuid import uuid4
 from megarl.isolation.loop_thread import LoopThread, in_own_thread
 from megarl.isolation.service import Service, ServiceError
 from megarl.model.tokenizer import load_auto_tokenizer
+from megarl.rollout.external.answer_checks import refuse_odd
 from megarl.rollout.external.client import ServerClient, ServerFault, server_key
 from megarl.rollout.external.server_checks import ServerFacts, WantedServer, fitting_facts
 from megarl.rollout.external.weight_files import WeightFiles
@@ -236,25 +237,16 @@ class ExternalEngine(SamplingEngine):
         await self._queue.place(name, len(input_ids))
         try:
             answer = await self._client.object("POST", "/generate", content, most_bytes)
-            if answer["meta_info"]["finish_reason"]["type"] == "abort":
-                raise ServerFault("has aborted a request")
-            num_tokens = len(answer["output_ids"])
-            if num_tokens != len(answer["meta_info"]["output_token_logprobs"]):
-                raise ServerFault("gives other numbers of tokens and log-probabilities")
+            refuse_odd(answer, parameters["max_new_tokens"], self._wanted.shape.vocab_size)
         except ServerFault as fault:
             self._queue.withdraw(name)
             raise EngineLost(f"{self._name} {fault}") from None
-        except (KeyError, TypeError):
-            self._queue.withdraw(name)
-            raise EngineLost(f"{self._name} answers /generate without tokens") from None
-        self._queue.finish(name, num_tokens)
+        self._queue.finish(name, len(answer["output_ids"]))
         return answer
 
     def _version_of(self, meta: Mapping[str, Any]) -> int:
         """All tokens of an answer must come from the weights that the server was given: raises EngineLost otherwise."""
-        spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
-        versions = {self._known_version(str(span["version"])) for span in spans}
-        (version,) = versions
+        (version,) = {self._known_version(span["version"]) for span in meta["weight_versions"]}
         return version
 
 
