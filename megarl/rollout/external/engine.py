@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from secrets import token_hex
 from typing import Any
 from uuid import uuid4
 
@@ -56,6 +57,7 @@ class ExternalEngine(SamplingEngine):
         # when a scheduler has answered last
         self._answered_s = time.monotonic()
         self._is_stopped = False
+        self._prefix = token_hex(8)
         self.thread = LoopThread("external-engine")
         _allow_connections()
         try:
@@ -227,7 +229,8 @@ class ExternalEngine(SamplingEngine):
     ) -> dict[str, Any]:
         """The answer to one request. Raises EngineLost: nothing else is known of a server that does not give it."""
         content = {
-            "rid": name,
+            # names of turns begin anew with each process, and the server may still have those of the one before
+            "rid": f"{self._prefix}-{name}",
             "input_ids": input_ids,
             "sampling_params": parameters,
             "return_logprob": True,

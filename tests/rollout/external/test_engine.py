@@ -91,7 +91,8 @@ def test_turns_of_a_conversation_are_one_sample() -> None:
     with engine_of(server) as engine:
         assert asyncio.run(play(filled(engine))) == [CompletedSample(0, 2, 8)]
     bodies = [body for path, body in server.asked if path == "/generate"]
-    assert [body["rid"] for body in bodies] == ["talk/0", "talk/1"]
+    assert [body["rid"].partition("-")[2] for body in bodies] == ["talk/0", "talk/1"]
+    assert len({body["rid"].partition("-")[0] for body in bodies}) == 1
 
 
 def test_weights_are_loaded_from_files_by_an_idle_server() -> None:
