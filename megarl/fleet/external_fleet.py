@@ -18,7 +18,7 @@ from megarl.recovery.engine_processes import EngineProcess
 from megarl.recovery.external_engines import ExternalEngineProcesses
 from megarl.resharding.member import Stats
 from megarl.resharding.payloads import PayloadName
-from megarl.rollout.external.engine import WeightFiles
+from megarl.rollout.external.weight_files import WeightFiles
 
 _WHERE = "rollout.engine.external_dir"
 

@@ -341,10 +341,7 @@ class PolicyRanks(RankGroup):
         self._call("load_weights", folder)
 
     def export(self, folder: Path, *, fp8: bool = False, where: str = "") -> None:
-        """Write the weights as a Hugging Face checkpoint; fp8: those of linear layers in tiles with scales.
-
-        where: the key that names the folder, for errors of its disk; by default the folder itself.
-        """
+        """Write a Hugging Face checkpoint; fp8: linear layers in tiles with scales. where: the key of the folder."""
         self._call("export", folder, fp8, where)
 
     def round_weights(self, version: int) -> float | None:

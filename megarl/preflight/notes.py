@@ -64,6 +64,9 @@ def unread_reasons(recipe: Recipe) -> dict[str, str]:
             any(temperatures) or not temperatures,
             "at temperature 0 the most probable token is taken",
         ),
+        "reshard.round_bytes": _unless(
+            not recipe.rollout.engine.external, "external engines get weights as files"
+        ),
         "train.lr_end": _unless(
             recipe.train.lr_schedule != "constant", "train.lr_schedule is constant"
         ),

@@ -16,8 +16,9 @@ from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.runtimes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.episodes.transcript import failed_calls
 from megarl.rollout.engine_settings import engine_settings
-from megarl.rollout.external.engine import ExternalEngine, WeightFiles
+from megarl.rollout.external.engine import ExternalEngine
 from megarl.rollout.external.server_checks import WantedServer
+from megarl.rollout.external.weight_files import WeightFiles
 from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.rollout.rewards import WHERE, describe_failure
@@ -193,8 +194,9 @@ class RolloutWorker:
 
     @property
     def _own_engine(self) -> Engine:
-        assert isinstance(self._engine, Engine), "an external engine is no member of an exchange"
-        return self._engine
+        engine = self._engine
+        assert not isinstance(engine, ExternalEngine), "it is no member of an exchange"
+        return engine
 
     @property
     def _external_engine(self) -> ExternalEngine:

@@ -31,7 +31,7 @@ ONE_RANK = (
 @contextmanager
 def server(model: Path, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """SGLang's server on loopback, once it answers; its children end with it."""
-    script = ROOT / "tests" / "rollout" / "external" / "cpu_server.py"
+    script = ROOT / "tests" / "rollout" / "external" / "sglang_server.py"
     command = [sys.executable, str(script), str(model), str(port)]
     with log.open("ab") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)

@@ -26,6 +26,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/rollout/sglang/test_engine_ends.py",
         "tests/end_to_end/test_one_gpu.py",
         "tests/end_to_end/test_doctor.py",
+        "tests/end_to_end/test_external_engines.py",
     ),
     3: (
         "tests/model/test_families.py",

@@ -49,6 +49,10 @@ def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
         ("reward_model.weight=0.5", "reward_model.weight is set, and nothing reads it: reward_model.path is not set"),
         ("reward_model.ranks.gpus=2", "reward_model.ranks.gpus is set, and nothing reads it: reward_model.path"),
         ("reward.source=kind", "reward.source is set, and nothing reads it: reward.by_source names no source"),
+        (
+            "reshard.round_bytes=4096 rollout.engine={external:['a:1']}",
+            "reshard.round_bytes is set, and nothing reads it: external engines get weights as files",
+        ),
         ("evaluation.top_p=0.7", "evaluation.top_p is set, and nothing reads it: at temperature 0 the most probable"),
         ("train.lr_schedule=constant train.lr_end=0.1", "train.lr_end is set, and nothing reads it: train.lr_sch"),
         (

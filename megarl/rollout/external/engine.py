@@ -7,15 +7,17 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any
 from uuid import uuid4
 
 from megarl.isolation.loop_thread import LoopThread, in_own_thread
 from megarl.isolation.service import Service, ServiceError
 from megarl.model.tokenizer import load_auto_tokenizer
+from megarl.rollout.external.answer_checks import refuse_odd
 from megarl.rollout.external.client import ServerClient, ServerFault, server_key
 from megarl.rollout.external.server_checks import ServerFacts, WantedServer, fitting_facts
+from megarl.rollout.external.weight_files import WeightFiles
 from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.sampling_engine import SamplingEngine
 from megarl.rollout.sglang.arguments import EngineSettings
@@ -27,15 +29,6 @@ _LOOK_S = 10.0
 # of an answer: of each token SGLang writes its id, and its log-probability with its id
 _TOKEN_BYTES = 200
 _ANSWER_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class WeightFiles:
-    """A version of the weights. folder: a Hugging Face checkpoint; label: SGLang's name of the version, never twice."""
-
-    folder: str
-    label: str
-    version: int
 
 
 class ExternalEngine(SamplingEngine):
@@ -64,6 +57,7 @@ class ExternalEngine(SamplingEngine):
         # when a scheduler has answered last
         self._answered_s = time.monotonic()
         self._is_stopped = False
+        self._prefix = token_hex(8)
         self.thread = LoopThread("external-engine")
         _allow_connections()
         try:
@@ -235,7 +229,8 @@ class ExternalEngine(SamplingEngine):
     ) -> dict[str, Any]:
         """The answer to one request. Raises EngineLost: nothing else is known of a server that does not give it."""
         content = {
-            "rid": name,
+            # names of turns begin anew with each process, and the server may still have those of the one before
+            "rid": f"{self._prefix}-{name}",
             "input_ids": input_ids,
             "sampling_params": parameters,
             "return_logprob": True,
@@ -245,25 +240,16 @@ class ExternalEngine(SamplingEngine):
         await self._queue.place(name, len(input_ids))
         try:
             answer = await self._client.object("POST", "/generate", content, most_bytes)
-            if answer["meta_info"]["finish_reason"]["type"] == "abort":
-                raise ServerFault("has aborted a request")
-            num_tokens = len(answer["output_ids"])
-            if num_tokens != len(answer["meta_info"]["output_token_logprobs"]):
-                raise ServerFault("gives other numbers of tokens and log-probabilities")
+            refuse_odd(answer, parameters["max_new_tokens"], self._wanted.shape.vocab_size)
         except ServerFault as fault:
             self._queue.withdraw(name)
             raise EngineLost(f"{self._name} {fault}") from None
-        except (KeyError, TypeError):
-            self._queue.withdraw(name)
-            raise EngineLost(f"{self._name} answers /generate without tokens") from None
-        self._queue.finish(name, num_tokens)
+        self._queue.finish(name, len(answer["output_ids"]))
         return answer
 
     def _version_of(self, meta: Mapping[str, Any]) -> int:
         """All tokens of an answer must come from the weights that the server was given: raises EngineLost otherwise."""
-        spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
-        versions = {self._known_version(str(span["version"])) for span in spans}
-        (version,) = versions
+        (version,) = {self._known_version(span["version"]) for span in meta["weight_versions"]}
         return version
 
 

@@ -116,15 +116,15 @@ class ServerFacts:
             yield "was started with --skip-tokenizer-init, and episodes end turns at texts"
 
 
-async def ask_facts(client: ServerClient) -> ServerFacts:
-    """Raises ServerFault."""
-    return ServerFacts(await client.get("/server_info"), await client.get("/model_info"))
-
-
 async def fitting_facts(client: ServerClient, wanted: WantedServer) -> ServerFacts:
     """The facts of a server that fits. Raises ServerFault with everything that does not."""
-    facts = await ask_facts(client)
-    if problems := [*facts.problems(wanted)]:
+    facts = ServerFacts(await client.get("/server_info"), await client.get("/model_info"))
+    try:
+        problems = [*facts.problems(wanted)]
+        _ = facts.capacity
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ServerFault(f"does not state its settings as SGLang {wanted.version} does") from None
+    if problems:
         raise ServerFault("; it ".join(problems))
     return facts
 

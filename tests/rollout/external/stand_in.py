@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.config import EngineConfig
-from megarl.rollout.external.engine import ExternalEngine, WeightFiles
+from megarl.rollout.external.engine import ExternalEngine
 from megarl.rollout.external.server_checks import WantedServer
+from megarl.rollout.external.weight_files import WeightFiles
 from tests.http_server import Handler, serving
 from tests.plan.plans import SHAPE
 from tests.tiny_engines import tiny_settings

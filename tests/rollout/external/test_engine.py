@@ -91,7 +91,8 @@ def test_turns_of_a_conversation_are_one_sample() -> None:
     with engine_of(server) as engine:
         assert asyncio.run(play(filled(engine))) == [CompletedSample(0, 2, 8)]
     bodies = [body for path, body in server.asked if path == "/generate"]
-    assert [body["rid"] for body in bodies] == ["talk/0", "talk/1"]
+    assert [body["rid"].partition("-")[2] for body in bodies] == ["talk/0", "talk/1"]
+    assert len({body["rid"].partition("-")[0] for body in bodies}) == 1
 
 
 def test_weights_are_loaded_from_files_by_an_idle_server() -> None:
@@ -158,7 +159,7 @@ def test_a_response_that_spans_an_update_is_refused() -> None:
         (302, "", "a redirect, which is not followed"),
         (200, "<html>", "not JSON"),
         (200, "[1]", "not an object"),
-        (200, "{}", "without tokens"),
+        (200, "{}", "without tokens and their versions"),
         (200, json.dumps({"text": "x" * (2 << 20)}), "more than [0-9]+ bytes"),
     ],
 )
@@ -175,7 +176,11 @@ def test_a_wrong_answer_loses_the_server(status: int, text: str, words: str) -> 
     ("meta", "words"),
     [
         ({"finish_reason": {"type": "abort", "message": "shutdown"}}, "aborted a request"),
-        ({"output_token_logprobs": [[-0.5, 7, None]]}, "other numbers of tokens"),
+        ({"output_token_logprobs": [[-0.5, 7, None]]}, "log-probabilities of other tokens"),
+        ({"output_token_logprobs": [[-0.5, 8, None]] * 4}, "log-probabilities of other tokens"),
+        ({"output_token_logprobs": [["-0.5", 7, None]] * 4}, "something else than 1 to 4 tokens"),
+        ({"weight_versions": []}, "something else than 1 to 4 tokens"),
+        ({"weight_versions": "run-3-4"}, "without tokens and their versions"),
     ],
 )
 def test_an_answer_that_is_not_whole_loses_the_server(meta: dict[str, Any], words: str) -> None:
@@ -185,6 +190,25 @@ def test_an_answer_that_is_not_whole_loses_the_server(meta: dict[str, Any], word
         server.meta = meta
         with pytest.raises(EngineLost, match=words):
             sample(engine)
+
+
+@pytest.mark.parametrize("token_ids", [[], [7] * 5, [7, 7, 7, 32000], [7, 7, 7, -1], ["7"] * 4, 7])
+def test_other_tokens_than_the_models_lose_the_server(token_ids: Any) -> None:
+    class Odd(StandIn):
+        def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+            return super().generate(body) | {"output_ids": token_ids}
+
+    with engine_of(Odd()) as engine:
+        filled(engine)
+        with pytest.raises(EngineLost, match="/generate"):
+            sample(engine)
+
+
+@pytest.mark.parametrize("odd", [{"max_req_input_len": "many"}, {"internal_states": 3}])
+def test_a_server_that_states_its_settings_otherwise_does_not_fit(odd: dict[str, Any]) -> None:
+    words = "does not state its settings as SGLang 0.5.21 does"
+    with pytest.raises(EngineLost, match=words), engine_of(StandIn(server=odd), timeout_s=0.5):
+        pass
 
 
 def test_a_server_that_is_busy_with_its_start_is_asked_again() -> None:

@@ -1,4 +1,4 @@
-"""SGLang's own HTTP server on a machine without an accelerator: cpu_server.py MODEL PORT [DTYPE]
+"""SGLang's own HTTP server, on CPU with megarl's patches: sglang_server.py MODEL PORT
 
 A real server that somebody else has started, as an external engine of a run. It listens on loopback, and ends with the
 process that has started it.
@@ -13,10 +13,12 @@ import sys
 from typing import Any
 
 from megarl.cpu import sglang_patches
+from megarl.device import DEVICE
 from megarl.rollout.sglang import scheduler
 
 scheduler.leave_out_megatron()
-sglang_patches.prepare()
+if DEVICE == "cpu":
+    sglang_patches.prepare()
 
 _PR_SET_PDEATHSIG = 1
 _TOKENS = 4096  # of its KV cache
@@ -30,9 +32,11 @@ def run_scheduler(*arguments: Any) -> None:
     """SGLang's scheduler process with the patches for CPU."""
     end_with_parent()
     scheduler.patch_sglang(repeatable=False)
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers import scheduler as sglang_scheduler
 
-    run_scheduler_process(*arguments)
+    # files in /dev/shm that a killed server leaves
+    sglang_scheduler.create_load_snapshot_writer = lambda *_, **__: None  # type: ignore[assignment]
+    sglang_scheduler.run_scheduler_process(*arguments)
 
 
 def run_detokenizer(*arguments: Any) -> None:
@@ -42,7 +46,7 @@ def run_detokenizer(*arguments: Any) -> None:
     run_detokenizer_process(*arguments)
 
 
-def main(model: str, port: str, dtype: str = "float32") -> None:
+def main(model: str, port: str) -> None:
     end_with_parent()
     scheduler.set_environment()
     with sglang_patches.quiet_import():
@@ -51,15 +55,20 @@ def main(model: str, port: str, dtype: str = "float32") -> None:
 
     arguments: dict[str, Any] = {
         "model_path": model,
-        "dtype": dtype,
+        "dtype": "float32",
         "host": "127.0.0.1",
         "port": int(port),
         "log_level": "error",
         "max_running_requests": 64,
         "disable_shared_experts_fusion": True,
         "skip_server_warmup": True,
-        **sglang_patches.server_arguments(1, _TOKENS),
+        "max_total_tokens": _TOKENS,
     }
+    if DEVICE == "cpu":
+        arguments |= sglang_patches.server_arguments(1, _TOKENS)
+    else:
+        # the run's training rank has the rest of the GPU
+        arguments |= {"mem_fraction_static": 0.3, "moe_runner_backend": "triton"}
     launch_server(
         ServerArgs(**arguments),
         run_scheduler_process_func=run_scheduler,
