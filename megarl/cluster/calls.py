@@ -256,13 +256,18 @@ class Calls:
             except WorkerFailed:
                 return False
             pending -= done
-        # a call may end before the watch of its process does
         for ref, name in calls.items():
             error = failure(ref)
-            lost = [worker for worker in self._owners if worker.name == name]
-            if lost and error and is_loss(error):
-                self._lose(lost[0], reported(name, error))
+            named = [worker for worker in self._owners if worker.name == name]
+            # one that has taken the place of the lost one meanwhile has its name
+            if named and error and is_loss(error) and self._is_failing(named[0]):
+                self._lose(named[0], reported(name, error))
         return True
+
+    def _is_failing(self, worker: Worker) -> bool:
+        """Whether a call of a worker that does not return has ended; those of its process may have a moment before."""
+        ended, _ = ray.wait(worker.watch_refs, num_returns=1, timeout=_LOOK_S)
+        return bool(ended)
 
     def call_all(self, workers: Sequence[Worker], method: str) -> list[Any]:
         """Call the same method of each worker; the results are in the workers' order. Raises as `gather` does."""
