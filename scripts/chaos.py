@@ -78,7 +78,11 @@ SMALL = [
     "checkpoint.every=2",
     f"run.steps={STEPS}",
 ]
-PHASED = ["rollout.phase_tokens=6", "rollout.prompts_in_flight=16"]
+PHASED = [
+    "rollout.phase_tokens=6",
+    "rollout.prompts_in_flight=16",
+    "algorithm.rollout_correction=tis",
+]
 COPIES = ["checkpoint.memory_copies=true"]
 AHEAD = [*PHASED, *COPIES, "rollout.ahead=1", "placement.gpus=4", "placement.first_engine_gpu=2"]
 CRITIC = [
