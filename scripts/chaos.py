@@ -19,6 +19,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,11 @@ SMALL = [
     "checkpoint.every=2",
     f"run.steps={STEPS}",
 ]
-PHASED = ["rollout.phase_tokens=6", "rollout.prompts_in_flight=16"]
+PHASED = [
+    "rollout.phase_tokens=6",
+    "rollout.prompts_in_flight=16",
+    "algorithm.rollout_correction=tis",
+]
 COPIES = ["checkpoint.memory_copies=true"]
 AHEAD = [*PHASED, *COPIES, "rollout.ahead=1", "placement.gpus=4", "placement.first_engine_gpu=2"]
 CRITIC = [
@@ -232,11 +237,20 @@ class Attack:
         return True
 
     def _let_raise(self, name: str) -> bool:
-        """The next call of the worker raises."""
+        """The next call of the worker raises; returns when it has been made."""
         part = self._state / "raise.part"
+        wanted = self._state / "raise"
         part.write_text(name)
-        part.rename(self._state / "raise")
+        part.rename(wanted)
+        while name and wanted.exists() and self.is_running:
+            time.sleep(_POLL_S)
         return bool(name)
+
+    def kill(self) -> None:
+        """All of its processes, at once."""
+        soak.kill(self.process)
+        # psutil has reaped it, so that it is not known how it ended
+        self.process.returncode = -signal.SIGKILL
 
     def new_text(self, log_size: int) -> str:
         with self.log.open("rb") as log:
@@ -362,7 +376,7 @@ def disturb(
             yield from _restarted(run, usual_s["step"])
         outcome = attack(run, fault, usual_s, rng, disk)
         if outcome.outcome == "hung":
-            soak.kill(run.process)
+            run.kill()
         if not run.is_running and run.process.returncode != 0:
             outcome.left = leftovers.found()
             outcome.lost_s = (outcome.ended_s or 0.0) + resumed_s(run, outcome.step)
@@ -378,10 +392,10 @@ def disturb(
 def _restarted(run: Attack, step_s: float) -> Iterator[dict[str, Any]]:
     """Kill the whole run, and start it: what that costs."""
     step = max(1, run.state()["step"])
-    soak.kill(run.process)
+    run.kill()
     seconds = resumed_s(run, step) - step_s
     yield {"restart_s": max(0.0, seconds)}
-    soak.kill(run.process)
+    run.kill()
     run.start()
 
 
@@ -392,12 +406,12 @@ def _end_of(run: Attack, folder: Path, leftovers: Leftovers) -> dict[str, Any]:
             if run.process.wait(soak._LIMIT_S) == 0:
                 break
         except subprocess.TimeoutExpired:
-            soak.kill(run.process)
+            run.kill()
         run.start()
     left = leftovers.found()
     if run.process.poll() != 0:
         if run.is_running:
-            soak.kill(run.process)
+            run.kill()
         return {"differences": [f"it does not end: {_last_line(run.new_text(0))}"], "left": left}
     episodes = "episodes" in folder.name
     try:
@@ -421,14 +435,20 @@ def prepared(folder: Path, name: str) -> None:
     soak.finish(folder, "undisturbed")
 
 
-def _faults(name: str, seed: int, numbers: Sequence[int]) -> Iterator[tuple[int, Fault]]:
+def _faults(
+    name: str, seed: int, numbers: Sequence[int], only: str | None = None
+) -> Iterator[tuple[int, Fault]]:
+    """Each number with its fault; only: what is done to whom in which phase, in place of what is drawn."""
     kind = RUNS[name]
     for index in numbers:
-        yield index, drawn(seed, name, index, kind.roles, kind.phases)
+        fault = drawn(seed, name, index, kind.roles, kind.phases)
+        yield index, Fault(*only.split(","), fault.share) if only else fault
 
 
-def results_of(name: str, folder: Path, seed: int, numbers: Sequence[int]) -> Iterator[Any]:
-    """The results of all faults with these numbers, by as many runs as that takes."""
+def results_of(
+    name: str, folder: Path, seed: int, numbers: Sequence[int], only: str | None = None
+) -> Iterator[Any]:
+    """The results of all faults with these numbers, by as many runs as that takes; only: as of `_faults`."""
     soak.STEPS = STEPS
     with ExitStack() as stack:
         disk = None
@@ -442,7 +462,7 @@ def results_of(name: str, folder: Path, seed: int, numbers: Sequence[int]) -> It
         if name == "disk":
             disk = Disk(folder, 2**28)
             stack.callback(disk.close)
-        faults = _faults(name, seed, numbers)
+        faults = _faults(name, seed, numbers, only)
         index = -1
         for attempt in range(len(numbers)):
             run_name = f"disturbed-{seed}-{numbers[0]}-{attempt}"
@@ -474,6 +494,7 @@ def main() -> int:
     parser.add_argument("--run", action="append", choices=[*RUNS], help="by default all of them")
     parser.add_argument("--results", type=Path, help="a file to which the results are appended")
     parser.add_argument("--page", type=Path, help="a page of all results in the file")
+    parser.add_argument("--only", help="this fault again and again, as kill,scheduler,train")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     num_bad = 0
@@ -481,7 +502,9 @@ def main() -> int:
         numbers = range(arguments.first, arguments.first + arguments.faults)
         for name in arguments.run or RUNS:
             folder = ((arguments.folder or Path(temporary)) / name).resolve()
-            for result in results_of(name, folder, arguments.seed, numbers) if numbers else ():
+            for result in (
+                results_of(name, folder, arguments.seed, numbers, arguments.only) if numbers else ()
+            ):
                 num_bad += is_bad(result)
                 line = json.dumps(result)
                 print(line, flush=True)

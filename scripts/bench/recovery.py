@@ -42,7 +42,7 @@ def restart_s(attacked: chaos.Attack, step_s: float) -> float:
     while attacked.steps == before:
         time.sleep(0.01)
     time.sleep(step_s / 2)
-    soak.kill(attacked.process)
+    attacked.kill()
     return chaos.resumed_s(attacked, before + 2) - step_s / 2
 
 

@@ -411,6 +411,22 @@ def test_calls_of_a_replaceable_worker_settle_when_it_dies(
     assert len(causes) == 1
 
 
+def test_whoever_takes_the_place_of_a_lost_worker_is_not_lost_by_its_calls(
+    cluster: Cluster, replaceable: tuple[Worker, int, list[Exception]]
+):
+    worker, pid, causes = replaceable
+    calls = {worker.call("hang"): worker.name}
+    os.kill(pid, signal.SIGKILL)
+    while not causes:
+        cluster.settle(calls)
+    others: list[Exception] = []
+    another = cluster.worker(worker.name, 0, others.append)
+    cluster.gather({another.start(TARGET, 7): another.name})
+    assert cluster.settle(calls)
+    assert (len(causes), others) == (1, [])
+    cluster.end(another)
+
+
 def test_a_replaceable_worker_that_raises_something_else_ends_the_wait(
     cluster: Cluster, replaceable: tuple[Worker, int, list[Exception]]
 ):

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from megarl.cluster import processes
 from megarl.cluster.deadline import Deadline
+from megarl.cluster.stillness import Stillness, work_of
 
 _EXEMPT = -1  # the current operation has a timeout of its own
 # a process that waits for a hanging one is reported this much later than the hanging one
@@ -36,7 +37,7 @@ class LoopCounter:
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
-        """Suspend the check inside the block, whose content has a timeout of its own."""
+        """Judge the block by its work alone: its content has a timeout of its own, unless it is stuck before it."""
         self._counts[self._index] = _EXEMPT
         try:
             yield
@@ -51,11 +52,22 @@ def make_counter_file(file: Path, count: int) -> None:
 
 @dataclass
 class _Progress:
-    """A scheduler's last count, and for how long it has been stopped by a signal or in the same round."""
+    """A scheduler's last count, and for how long it has been stopped by a signal or in the same round.
+
+    stillness: in an operation that has a timeout of its own.
+    """
 
     count: int = 0
     stopped_s: float = 0.0
     same_s: float = 0.0
+    stillness: Stillness = field(default_factory=Stillness)
+
+    def still_s(self, count: int, now_s: float, pid: int) -> float:
+        """For how long such an operation has stood still; 0 outside of one."""
+        if count != _EXEMPT:
+            self.stillness.end()
+            return 0.0
+        return self.stillness.look(now_s, work_of(pid))
 
 
 class Standstill:
@@ -95,6 +107,9 @@ class Standstill:
                 progress.same_s = 0.0
             progress.count = count
             name = f"{first_rank + index} (pid {process.pid})"
+            still_s = progress.still_s(count, now, process.pid or 0)
+            if still_s >= self._deadline.ceiling_s + PEERS_S:
+                return f"engine scheduler {name} stands still in an exchange, for {still_s:.0f} s"
             if progress.stopped_s >= self._stopped_limit_s:
                 return f"engine scheduler {name} was stopped by a signal, {self._stopped_limit_s:g} s ago"
             if progress.same_s >= limit_s + PEERS_S:

@@ -64,9 +64,8 @@ def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(
     assert looks(standstill, clock, sleepers, 10 * BOUND_S) == [], "a start may take its time"
     first.count()
     with second.exempt():
-        for _ in range(10):
-            first.count()
-            assert looks(standstill, clock, sleepers, BOUND_S) == []
+        first.count()
+        assert looks(standstill, clock, sleepers, BOUND_S) == []
     for _ in range(10):
         second.count()
         lines = looks(standstill, clock, sleepers, BOUND_S / 2)
@@ -78,6 +77,22 @@ def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(
     for counter in (first, second):
         counter.count()
     assert looks(standstill, clock, sleepers, BOUND_S) == [], "both go on"
+
+
+def test_who_is_exempt_and_does_nothing_is_named_once_its_peers_have_given_up(
+    tmp_path: Path, clock: Clock, sleepers: Any
+) -> None:
+    make_counter_file(tmp_path / "rounds", 2)
+    counter = LoopCounter(tmp_path / "rounds", 1)
+    counter.count()
+    standstill = Standstill(tmp_path / "rounds", BOUND_S)
+    with counter.exempt():
+        assert looks(standstill, clock, sleepers, BOUND_S) == []
+        lines = looks(standstill, clock, sleepers, 2 * PEERS_S)
+    seconds = round(BOUND_S + PEERS_S)
+    who = f"engine scheduler 5 (pid {sleepers[1].pid})"
+    assert lines[0] == f"{who} stands still in an exchange, for {seconds} s"
+    assert looks(standstill, clock, sleepers, BOUND_S) == [], "it goes on"
 
 
 def test_who_is_stopped_is_named_before_its_peers(
