@@ -23,7 +23,7 @@ _RANGES: dict[str, Any] = {
     "train.optimizer.adam_beta1": _SHARE,
     "train.optimizer.adam_beta2": _SHARE,
     "train.optimizer.adam_eps": Annotated[float, Field(gt=0)],
-    "train.ddp.bucket_size": Annotated[int, Field(ge=1)] | None,
+    "train.ddp.bucket_size": Annotated[int | None, Field(ge=1)],
 }
 
 
