@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 
 TWO_ENGINES = (
     "run.steps=30", "run.trackers=[]", "warm_start.steps=0", "evaluation.every=1000", "evaluation.at_start=false",
-    "rollout.prompts_per_step=24", "rollout.samples_per_prompt=4", "placement.gpus=2", "placement.train_gpus=1",
-    "train.tp=1", "train.pp=1", "train.ep=1", "rollout.engine={count: 2, tp: 1}",
+    "rollout.prompts_per_step=24", "rollout.samples_per_prompt=4", "placement.gpus=2",
+    "train.tp=1", "train.pp=1", "train.ep=2", "rollout.engine={count: 2, tp: 1}",
 )  # fmt: skip
 LARGEST = "rollout/logprob_diff_engine_max"
 
