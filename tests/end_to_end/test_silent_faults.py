@@ -12,15 +12,15 @@ pytestmark = pytest.mark.slow
 
 TWO_ENGINES = (
     "run.steps=30", "run.trackers=[]", "warm_start.steps=0", "evaluation.every=1000", "evaluation.at_start=false",
-    "rollout.prompts_per_step=24", "rollout.samples_per_prompt=4", "placement.gpus=2", "placement.train_gpus=1",
-    "train.tp=1", "train.pp=1", "train.ep=1", "rollout.engine={count: 2, tp: 1}",
+    "rollout.prompts_per_step=24", "rollout.samples_per_prompt=4", "placement.gpus=2",
+    "train.tp=1", "train.pp=1", "train.ep=2", "rollout.engine={count: 2, tp: 1}",
 )  # fmt: skip
 LARGEST = "rollout/logprob_diff_engine_max"
 
 
 def test_an_engine_with_wrong_logprobs_is_named(launch: Callable) -> None:
     command = launch(*TWO_ENGINES, module="tests.end_to_end.faulty_engine")
-    assert command.finish(120) == 1, command.err
+    assert command.finish(300) == 1, command.err
     line = command.err.strip().splitlines()[-1]
     healthy = [record[LARGEST] for record in command.steps() if record[LARGEST] < ERROR / 10]
     wrong = command.steps()[len(healthy) :]
