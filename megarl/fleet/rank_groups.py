@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,7 +127,8 @@ class RankGroup:
         self._shape = role.shape
         self._layout = role.layout
         self._shared = shared
-        self._num_disk_calls = 0
+        # of each process: another in its place has begun none
+        self._num_disk_calls: Counter[Worker] = Counter()
         self.processes = RankProcesses(cluster, role, name=name, target=target, more=more)
         self.started = self.processes.start()
 
@@ -179,10 +181,10 @@ class RankGroup:
 
         Raises WorkerFailed, too, where a rank's disk has not answered for run.timeout_s.
         """
-        self._num_disk_calls += 1
+        self._num_disk_calls.update(self.workers)
         calls = {worker.call(method, *args): worker.name for worker in self.workers}
         attended = {
-            worker.call("attend_disk", self._num_disk_calls, self._saved_in): worker.name
+            worker.call("attend_disk", self._num_disk_calls[worker], self._saved_in): worker.name
             for worker in self.workers
         }
         try:
