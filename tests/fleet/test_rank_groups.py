@@ -134,7 +134,7 @@ class Cluster:
     def put(self, value: object) -> Ref:
         return Ref(value)
 
-    def gather(self, calls: dict[Ref, str]) -> list[Any]:
+    def gather(self, calls: dict[Ref, str], among: object = None) -> list[Any]:
         results = [ref.value for ref in calls]
         for result in results:
             if isinstance(result, SilentFault):
