@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -114,14 +115,16 @@ class Calls:
         among: Sequence[Worker] | None = None,
         *,
         may_lose: bool = False,
+        patience_s: float = math.inf,
     ) -> list[Ref]:
-        """Wait until one of the calls, or more, have ended; these. Raises as `gather` does.
+        """Wait until one of the calls, or more, have ended; these, or [] after patience_s. Raises as `gather` does.
 
         may_lose: calls of workers that were lost meanwhile are among them, see `losses`.
         """
+        began_s = time.monotonic()
         while True:
             asked = [ref for ref in self._attend(labels, among, may_lose) if ref in labels]
-            if asked:
+            if asked or time.monotonic() - began_s >= patience_s:
                 return asked
 
     def _attend(

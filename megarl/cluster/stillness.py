@@ -86,7 +86,7 @@ class Stillness:
     def look(self, now_s: float, work: Work) -> float:
         """The seconds until now in which it has stood still; work: what it has done since it began."""
         if self._seen is None:
-            self._seen_at_s, self._seen = now_s, work
+            self._see(now_s, work)
             return 0.0
         passed_s = now_s - self._seen_at_s
         has_computed = work.cpu_s - self._seen.cpu_s >= _LEAST_CPU_SHARE * passed_s
@@ -94,8 +94,12 @@ class Stillness:
         self._still_s += min(passed_s, _LONGEST_LOOK_S)
         if has_computed or has_moved_bytes:
             self._still_s = 0.0
-        self._seen_at_s, self._seen = now_s, work
+        self._see(now_s, work)
         return self._still_s
+
+    def _see(self, now_s: float, work: Work) -> None:
+        self._seen_at_s = now_s
+        self._seen = work
 
     def end(self) -> None:
         """It has done what it was asked for."""

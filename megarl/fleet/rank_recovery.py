@@ -105,7 +105,11 @@ def repetition(
         first_slots = range(0, gpus, recipe.placement.node_gpus or gpus)
         # keepers fail apart from ranks
         copies = StateCopies(
-            cluster, first_slots, Restarts(run.restarts, run.restart_window_s), fleet.say
+            cluster,
+            first_slots,
+            Restarts(run.restarts, run.restart_window_s),
+            fleet.say,
+            run.timeout_s,
         )
         copies.start()
     return Repetition(RecoverableRanks(cluster, fleet), checkpoints, copies, restarts, fleet.say)

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megarl.cluster.actor import Ref, Worker, failure
-from megarl.cluster.calls import reported
+from megarl.cluster.calls import WorkerFailed, reported
+from megarl.cluster.deadline import Deadline
 from megarl.cluster.ray_session import Cluster
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_keeper import CopyName
 from megarl.types import Metrics
 
+_LOOK_S = 1.0
 _KEEPER = "megarl.recovery.state_keeper:StateKeeper"
 
 
@@ -76,12 +78,17 @@ class StateCopies:
         first_slots: Sequence[int],
         restarts: Restarts,
         say: Callable[[str], None],
+        timeout_s: float,
     ) -> None:
-        """first_slots: the first GPU slot of each node. restarts: of the keepers, by these slots."""
+        """first_slots: the first GPU slot of each node. restarts: of the keepers, by these slots.
+
+        timeout_s: the longest that a copy may take before its keeper counts as hanging.
+        """
         self._cluster = cluster
         self._first_slots = first_slots
         self._restarts = restarts
         self._say = say
+        self._deadline = Deadline(timeout_s)
         self._keepers: dict[int, Worker] = {}
         # the calls that start keepers, by node
         self._starts: dict[int, Ref] = {}
@@ -186,13 +193,17 @@ class StateCopies:
 
     def restore(self, generation: Generation, ranks: Sequence[Worker]) -> None:
         """Give the ranks their states of a generation. Raises WorkerFailed, by the rank that did not get its own."""
-        calls = {}
+        calls: dict[Ref, str] = {}
+        nodes: dict[Ref, int] = {}
         for rank in ranks:
             own = self._node_of(rank)
             holders = generation.holders[rank.name]
             node = own if own in holders else min(holders)
             name = CopyName(rank.name, generation.step)
-            calls[self._keepers[node].call("give", name, rank.peer)] = rank.name
+            call = self._keepers[node].call("give", name, rank.peer)
+            calls[call] = rank.name
+            nodes[call] = node
+        self._await_all(calls, nodes)
         self._cluster.gather(calls)
 
     def start(self) -> None:
@@ -210,21 +221,39 @@ class StateCopies:
         self.start()
         starts = self._starts
         self._starts = {}
-        self._await_all({ref: f"keeper of copies {node}" for node, ref in starts.items()})
+        self._await_all(
+            {ref: f"keeper of copies {node}" for node, ref in starts.items()},
+            {ref: node for node, ref in starts.items()},
+        )
         for node, ref in starts.items():
             if (error := failure(ref)) and node in self._keepers:
                 self._lose(node, reported(self._keepers[node].name, error))
         return len(self._keepers) == len(self._first_slots)
 
     def _await(self, calls: Sequence[_CopyCall]) -> None:
-        self._await_all({call.ref: f"copy of {call.rank}" for call in calls})
+        began_s = time.monotonic()
+        self._await_all(
+            {call.ref: f"copy of {call.rank}" for call in calls},
+            {call.ref: call.node for call in calls},
+        )
+        self._deadline.observe(time.monotonic() - began_s)
 
-    def _await_all(self, calls: Mapping[Ref, str]) -> None:
-        """Wait until all have ended, well or not; a call of a keeper fails by the loss of a rank, too."""
+    def _await_all(self, calls: Mapping[Ref, str], nodes: Mapping[Ref, int]) -> None:
+        """Wait until all have ended, well or not; a call of a keeper fails by the loss of a rank, too.
+
+        nodes: of the keepers that were called. One that hangs answers heartbeats: it is given up after a while.
+        """
         pending = dict(calls)
+        began_s = time.monotonic()
         while pending:
-            for ref in self._cluster.await_any(pending, may_lose=True):
+            for ref in self._cluster.await_any(pending, may_lose=True, patience_s=_LOOK_S):
                 del pending[ref]
+            waited_s = time.monotonic() - began_s
+            if waited_s > self._deadline.limit_s:
+                for node in {nodes[ref] for ref in pending} & self._keepers.keys():
+                    name = self._keepers[node].name
+                    problem = f"{name} has not ended a call for {waited_s:.0f} s"
+                    self._lose(node, WorkerFailed(problem, problem, name))
 
     def _lose(self, node: int, cause: Exception) -> None:
         """A keeper is lost, with its copies."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chaos
+import chaos_runs
 import soak_resume as soak
 
 CASES = {
@@ -57,7 +58,7 @@ def main() -> None:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         num_steps = chaos.FIRST + STEPS_OF_FAULT * arguments.times * (len(CASES) + 1)
-        overrides = [*chaos.SMALL, f"run.steps={num_steps}", "checkpoint.every=1"]
+        overrides = [*chaos_runs.SMALL, f"run.steps={num_steps}", "checkpoint.every=1"]
         soak.prepare(folder, overrides, episodes=False)
         soak.finish(folder, "undisturbed")
         usual_s = chaos.usual_seconds(folder, "undisturbed")

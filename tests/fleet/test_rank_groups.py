@@ -134,7 +134,7 @@ class Cluster:
     def put(self, value: object) -> Ref:
         return Ref(value)
 
-    def gather(self, calls: dict[Ref, str]) -> list[Any]:
+    def gather(self, calls: dict[Ref, str], among: object = None) -> list[Any]:
         results = [ref.value for ref in calls]
         for result in results:
             if isinstance(result, SilentFault):
@@ -249,3 +249,24 @@ def test_one_rank_reports_the_rows_of_each_data_parallel_rank(
 ) -> None:
     policy, _ = ranks
     assert policy.row_diffs().keys[:, 0].tolist() == [4, 6]
+
+
+def test_ranks_that_were_started_anew_are_attended_from_their_first_checkpoint(
+    ranks: tuple[PolicyRanks, AuxiliaryRanks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has written none would never end as many calls as the one before it."""
+    policy, _ = ranks
+    attended: list[int] = []
+
+    def call(self: Worker, method: str, *args: Any) -> Ref:
+        if method == "attend_disk":
+            attended.append(args[0])
+        return Ref(None)
+
+    monkeypatch.setattr(Worker, "call", call)
+    policy.save(Path("first"))
+    policy.save(Path("second"))
+    policy.processes.start()
+    policy.save(Path("third"))
+    count = len(policy.workers)
+    assert attended == [1] * count + [2] * count + [1] * count

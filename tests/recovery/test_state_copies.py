@@ -16,6 +16,7 @@ import pytest
 
 from megarl.cluster.actor import Worker
 from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.deadline import Deadline
 from megarl.cluster.ray_session import Cluster
 from megarl.recovery import state_copies
 from megarl.recovery.restarts import Restarts
@@ -92,7 +93,7 @@ class World:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.lines: list[str] = []
-        self.copies = StateCopies(cluster, [0, 1], Restarts(1, 1e9), self.lines.append)
+        self.copies = StateCopies(cluster, [0, 1], Restarts(1, 1e9), self.lines.append, 600.0)
         self.ranks: list[Worker] = []
         self.pids: list[int] = []
         self.start(seeds=(1, 2))
@@ -119,8 +120,8 @@ class World:
 
     def kill_keeper(self, node: int) -> None:
         keeper = self.copies._keepers[node]
-        (pid,) = self.cluster.gather({keeper.pulse(): keeper.name})
-        os.kill(pid[0], signal.SIGKILL)
+        (pulse,) = self.cluster.gather({keeper.pulse(): keeper.name})
+        os.kill(pulse.pid, signal.SIGKILL)
         # the loss is noticed while something is waited for
         while node in self.copies._keepers:
             self.cluster.settle({self.ranks[0].call("digest"): self.ranks[0].name})
@@ -175,6 +176,20 @@ def test_the_generation_before_stays_until_the_next_is_whole(world: World, tmp_p
     assert world.digests() == expected
     world.copy(step=2)
     assert world.copies.safe_step == 2
+
+
+@pytest.mark.slow
+def test_a_keeper_that_never_ends_a_copy_is_started_anew(world: World, tmp_path: Path) -> None:
+    """As one that gets no more memory: it answers heartbeats all the same."""
+    world.copies._deadline = Deadline(2.0)
+    (rank, _) = world.ranks
+    world.cluster.gather({rank.call("wait_for", tmp_path / "end"): rank.name})
+    world.copies.begin(1, 1, world.ranks)
+    assert world.copies.settle() == {}
+    (tmp_path / "end").touch()
+    assert any("has not ended a call for" in line for line in world.lines), world.lines
+    world.copies._deadline = Deadline(600.0)
+    world.copy(step=2)
 
 
 @pytest.mark.slow
