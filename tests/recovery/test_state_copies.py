@@ -50,7 +50,7 @@ class Session:
             name=name, slot=slot, peer=name, start=lambda *_: object(), call=lambda *_: object()
         )
 
-    def await_any(self, calls: dict[Any, str], *, may_lose: bool) -> list[Any]:
+    def await_any(self, calls: dict[Any, str], *, may_lose: bool, patience_s: float) -> list[Any]:
         if self.lost is not None:
             self.on_loss[self.lost](WorkerFailed("keeper: its process died", "traceback"))
             self.lost = None
@@ -68,7 +68,7 @@ def test_a_keeper_that_dies_while_the_second_copies_are_made_holds_none(
     """Neither the first ones that it had, which nobody must be sent to, nor those that it was getting."""
     monkeypatch.setattr(state_copies, "failure", lambda _: None)
     session: Any = Session()
-    copies = StateCopies(session, [0, 1], Restarts(1, 1e9), lambda _: None)
+    copies = StateCopies(session, [0, 1], Restarts(1, 1e9), lambda _: None, timeout_s=600.0)
     ranks: Any = [SimpleNamespace(name=f"rank {slot}", slot=slot, peer=None) for slot in (0, 1)]
     copies.begin(1, 1, ranks)
     copies.settle()
