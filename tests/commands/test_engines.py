@@ -43,8 +43,9 @@ def test_a_run_is_asked_again_and_again(tmp_path: Path) -> None:
         ((*SPLIT, MOST), 4, "--count: 4 engines, and the run has GPUs for 1 to 3 (rollout."),
         (SPLIT, 2, "rollout.engine.max_count: is not set in the run's recipe, so that it keeps its 1"),
         ((), 1, "1 engines, which share GPUs with training ranks; give the engines GPUs of their own"),
+        (("rollout.engine.external=[a:1]",), 1, "rollout.engine.external: the run samples through servers"),
     ],
-    ids=["none", "too many", "no maximum", "colocated"],
+    ids=["none", "too many", "no maximum", "colocated", "external"],
 )  # fmt: skip
 def test_what_a_run_cannot_have_is_refused_in_a_line(
     tmp_path: Path, overrides: tuple[str, ...], count: int, told: str
