@@ -21,9 +21,7 @@ CONTEXT: Any = multiprocessing.get_context("forkserver" if DEVICE == "cpu" else 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 _server = forkserver.ForkServer()
-_server.set_forkserver_preload(
-    ["megarl.training.policy", "tests.parallel.worlds", "tests.resharding.worlds"]
-)
+_server.set_forkserver_preload(["tests.preload"])
 
 
 def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
