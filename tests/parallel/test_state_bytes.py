@@ -18,7 +18,7 @@ from tests.parallel.gradients import LR, VOCAB_SIZE, steps, uneven_part
 from tests.parallel.test_dist_checkpoint import draws
 from tests.parallel.worlds import numbers, recipe, role_of, run_ranks, run_world
 
-CHUNK_BYTES = 9_999  # cuts tensors and numbers
+CHUNK_BYTES = 99_999  # cuts tensors and numbers
 LAYOUT = TrainLayout(2, 2, 1, 2)
 TRAIN = {"mtp_loss": 0.1, "router_bias_rate": 1e-3, "dtype": "bfloat16"}
 Copy = tuple[int, bytes, list[np.ndarray]]
