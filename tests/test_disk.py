@@ -308,19 +308,6 @@ def test_a_run_goes_on_from_a_record_that_is_not_whole(disk: Path) -> None:
     assert records(log) == [1, 2]
 
 
-def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_left_half_written(disk: Path) -> None:
-    snapshots = Snapshots(disk / "checkpoints", print)
-    partial = snapshots.begin(3)
-    filler = fill(disk, left=8192)
-    (partial / "rank").write_bytes(bytes(8192))
-    what = "the checkpoint of step 3"
-    with pytest.raises(UserError, match=full(disk, what)), writing(disk, what):
-        snapshots.commit(partial, {"step": 3, "filler": "x" * 10_000}, {}, keep=1)
-    snapshots.abandon(partial)
-    assert [path.name for path in snapshots.folder.iterdir()] == []
-    assert filler.exists() and shutil.disk_usage(disk).free >= 8192
-
-
 def a_group(num_tokens: int) -> SampleGroup:
     rng = np.random.default_rng(1)
     logp_T = rng.random(num_tokens, dtype=np.float32)
