@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import math
@@ -526,14 +525,3 @@ def test_no_character_of_a_sample_reaches_a_terminal(tmp_path: Path) -> None:
     text = (log.folder / "samples.jsonl").read_text(encoding="utf-8")
     assert text.replace("\n", "").isprintable() and "数" in text
     assert json.loads(text)["prompt"] == hostile.prompt_text
-
-
-def test_no_character_of_a_failed_reward_result_reaches_the_terminal(tmp_path: Path) -> None:
-    console, text = plain()
-    failed = dataclasses.replace(
-        group("p", [1.0], [2]), failures=("raised \x1b]0;x\x07\u202e\r\nforged",)
-    )
-    with RunLog(recipe_in(tmp_path), console) as log, log.step(1) as record:
-        record.failed([failed])
-    (line,) = [line for line in text.getvalue().splitlines() if "verdict failed" in line]
-    assert line == r"step 1: 1 verdict failed, the first raised \x1b]0;x\x07\u202e\r\nforged"

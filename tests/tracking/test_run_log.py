@@ -78,7 +78,11 @@ MANY = {"a\nstep 9": 1, "seed": 2, **{f"x{number}": 1 for number in range(9)}}
     ("facts", "count", "line"),
     [
         ({}, 2, ""),
-        ({"failures": ("slow 'r'",)}, 1, "step 1: 1 verdict failed, the first slow 'r'"),
+        (
+            {"failures": ("raised \x1b]0;x\x07\u202e\r\nstep 9: no",)},
+            1,
+            r"step 1: 1 verdict failed, the first raised \x1b]0;x\x07\u202e\r\nstep 9: no",
+        ),
         ({"failures": ("slow 'r'", "x")}, 2, "step 1: 4 verdicts failed, the first slow 'r'"),
         (
             {"failed_calls": ("price ran out of memory.",)},
