@@ -20,7 +20,7 @@ LARGEST = "rollout/logprob_diff_engine_max"
 
 def test_an_engine_with_wrong_logprobs_is_named(launch: Callable) -> None:
     command = launch(*TWO_ENGINES, module="tests.end_to_end.faulty_engine")
-    assert command.finish(120) == 1, command.err
+    assert command.finish(300) == 1, command.err
     line = command.err.strip().splitlines()[-1]
     healthy = [record[LARGEST] for record in command.steps() if record[LARGEST] < ERROR / 10]
     wrong = command.steps()[len(healthy) :]
