@@ -127,8 +127,7 @@ class RankGroup:
         self._shape = role.shape
         self._layout = role.layout
         self._shared = shared
-        # of each process: another in its place has begun none
-        self._num_disk_calls: Counter[Worker] = Counter()
+        self._num_disk_calls = Counter[Worker]()  # another process in its place has begun none
         self.processes = RankProcesses(cluster, role, name=name, target=target, more=more)
         self.started = self.processes.start()
 
