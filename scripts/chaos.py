@@ -56,7 +56,12 @@ ENDED_S = 60.0  # within which the step is done after all, or the run has ended
 HUNG_S = 200.0
 FIRST = 2  # the step before has longer starts
 # what engines measure otherwise, and what faults cost
-MEASURED = (*soak.OF_ENGINES, "recovery/", "reward/died", "episode/died")
+_OF_WORKERS = ("workers_replaced", "retries", "calls_lost", "breaker_open_s")
+MEASURED = (
+    *soak.OF_ENGINES,
+    "recovery/",
+    *(f"{room}/{name}" for room in ("reward", "episode") for name in _OF_WORKERS),
+)
 _POLL_S = 0.005
 
 

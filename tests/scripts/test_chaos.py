@@ -12,11 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import chaos  # noqa: E402
-import chaos_faults  # noqa: E402
-from chaos_page import page  # noqa: E402
+from scripts import chaos, chaos_faults
+from scripts.chaos_page import page
 
 
 def test_a_fault_is_the_same_whichever_command_draws_it() -> None:
