@@ -15,7 +15,9 @@ def count_error(recipe: Recipe, count: int) -> UserError | None:
     placement = recipe.placement
     if engine.external:
         problem = "the run samples through servers that others have started"
-        return UserError("rollout.engine.external", problem, "name others there, and resume the run")
+        return UserError(
+            "rollout.engine.external", problem, "name others there, and resume the run"
+        )
     if engine.max_count:
         if 1 <= count <= engine.max_count:
             return None
