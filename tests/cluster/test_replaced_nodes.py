@@ -31,6 +31,7 @@ class Worker:
     host: str = ""
     strategy: object = None
     gpus: float = 0
+    computes: bool = False
     watch_refs: list[Any] = field(default_factory=lambda: [object()])
 
     def pulse(self) -> object:

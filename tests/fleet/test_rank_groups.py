@@ -254,13 +254,16 @@ def test_one_rank_reports_the_rows_of_each_data_parallel_rank(
 def test_ranks_that_were_started_anew_are_attended_from_their_first_checkpoint(
     ranks: tuple[PolicyRanks, AuxiliaryRanks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that has written none would never end as many calls as the one before it."""
+    """By the number that each call has, of which new processes know no earlier ones."""
     policy, _ = ranks
+    saved: list[int] = []
     attended: list[int] = []
 
     def call(self: Worker, method: str, *args: Any) -> Ref:
         if method == "attend_disk":
             attended.append(args[0])
+        elif method == "save":
+            saved.append(args[-1])
         return Ref(None)
 
     monkeypatch.setattr(Worker, "call", call)
@@ -269,4 +272,4 @@ def test_ranks_that_were_started_anew_are_attended_from_their_first_checkpoint(
     policy.processes.start()
     policy.save(Path("third"))
     count = len(policy.workers)
-    assert attended == [1] * count + [2] * count + [1] * count
+    assert attended == saved == [1] * count + [2] * count + [3] * count

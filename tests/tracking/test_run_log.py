@@ -196,7 +196,7 @@ def test_times_add_up(tmp_path: Path) -> None:
     assert 0.1 <= record["time/rollout_s"] < elapsed - 0.05
     assert 0.02 <= record["time/train_s"] < elapsed - 0.13
     assert 0.03 <= record["time/other_s"] < elapsed - 0.12
-    assert record["time/step_s"] == pytest.approx(elapsed, abs=0.02)
+    assert 0.15 <= record["time/step_s"] <= elapsed
     parts = record["time/rollout_s"] + record["time/train_s"] + record["time/other_s"]
     assert parts == pytest.approx(record["time/step_s"])
     assert not (log.folder / "events").exists()
