@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from megarl.config.loading import hint_of
 from megarl.types import UserError
 
 STATE_DTYPES = {
@@ -17,32 +18,52 @@ STATE_DTYPES = {
     "float16": torch.float16,
     "uint8": torch.uint8,
 }
-_AS_WRITTEN = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-_SHARE = Annotated[float, Field(ge=0, lt=1)]
-_RANGES: dict[str, Any] = {
-    "train.optimizer.adam_beta1": _SHARE,
-    "train.optimizer.adam_beta2": _SHARE,
-    "train.optimizer.adam_eps": Annotated[float, Field(gt=0)],
-    "train.ddp.bucket_size": Annotated[int | None, Field(ge=1)],
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
 }
 
 
-def field_errors(where: str, value: Any, kind: Any) -> Iterator[UserError]:
-    """The error of a value that does not fit the field's type or range, if any."""
-    if kind is torch.dtype:
-        kind = Literal[tuple(STATE_DTYPES)]
-    adapter: TypeAdapter[Any] = TypeAdapter(_RANGES.get(where, kind), config=_AS_WRITTEN)
-    errors: list[Any] = []
-    # YAML has lists where a field is a tuple
-    for written in [value, tuple(value)] if isinstance(value, list) else [value]:
-        try:
-            adapter.validate_python(written)
-            return
-        except ValidationError as error:
-            errors = errors or error.errors()
-    hints = dict.fromkeys(map(hint_of, errors))
-    problem = f"{value!r:.80} is no value that Megatron's field takes"
-    yield UserError(where, problem, " or ".join(hints))
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    """Numbers x with least <= x < end; without `has_least`, least < x < end."""
+
+    least: float
+    end: float
+    text: str
+    has_least: bool = True
+
+    def holds(self, value: float) -> bool:
+        return (value >= self.least if self.has_least else value > self.least) and value < self.end
+
+
+_SHARE = _Range(0, 1, "a number from 0 to below 1")
+_RANGES = {
+    "train.optimizer.adam_beta1": _SHARE,
+    "train.optimizer.adam_beta2": _SHARE,
+    "train.optimizer.adam_eps": _Range(0, math.inf, "a number above 0", has_least=False),
+    "train.ddp.bucket_size": _Range(1, math.inf, "a whole number above 0, or null"),
+}
+
+
+def field_errors(where: str, value: Any, closest: Any) -> Iterator[UserError]:
+    """The error of a value that does not fit the field's type or range, if any; hint: the field's type."""
+    value_range = _RANGES.get(where)
+    if not _fits(value, closest):
+        if value_range:
+            text = value_range.text
+        else:
+            text = " or ".join(_alternatives(closest))
+        if text:
+            hint = f"set it to {text}"
+        else:
+            hint = "remove it: no recipe can write such a value"
+        yield UserError(where, f"{value!r:.80} is no value that Megatron's field takes", hint)
+    elif value_range and value is not None and not value_range.holds(value):
+        yield UserError(where, f"{value!r:.80} is out of range", f"set it to {value_range.text}")
 
 
 def state_dtype(key: str, name: str) -> torch.dtype:
@@ -51,3 +72,53 @@ def state_dtype(key: str, name: str) -> torch.dtype:
         problem = f"{name!r:.80} is no type of its state"
         raise UserError(f"train.optimizer.{key}", problem, f"use {' or '.join(STATE_DTYPES)}")
     return STATE_DTYPES[name]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a YAML value fits a field of type `hint`; an integer fits a float, and a list fits a tuple."""
+    origin = get_origin(hint)
+    inner = get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is Literal:
+        return any(value == option and type(value) is type(option) for option in inner)
+    if origin is list or hint is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value if inner)
+    if origin is tuple:
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(inner)
+            and all(map(_fits, value, inner))
+        )
+    if hint is float:
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
+    if hint is torch.dtype:
+        return isinstance(value, str) and value in STATE_DTYPES
+    return hint in _TYPE_NAMES and type(value) is hint
+
+
+def _alternatives(hint: Any) -> list[str]:
+    """The alternatives that a recipe may write for a field, as text; [] where no YAML value fits."""
+    origin = get_origin(hint)
+    inner = get_args(hint)
+    if origin in (Union, types.UnionType):
+        return list(dict.fromkeys(text for option in inner for text in _alternatives(option)))
+    if origin is Literal:
+        return [str(option) for option in inner]
+    if origin is list or hint is list:
+        if inner:
+            items = _alternatives(inner[0])
+        else:
+            items = ["values"]
+        if items:
+            return [f"a list, each {' or '.join(items)}"]
+        return []
+    if origin is tuple:
+        return [f"a list of {len(inner)} values"]
+    if hint is torch.dtype:
+        return list(STATE_DTYPES)
+    if hint in _TYPE_NAMES:
+        return [_TYPE_NAMES[hint]]
+    return []

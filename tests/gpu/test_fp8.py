@@ -17,7 +17,7 @@ from megarl.resharding import fp8
 from megarl.resharding.transport import settle
 from tests.gpu.conftest import Record
 from tests.gpu.exchange import same_bytes
-from tests.resharding.test_fp8 import TILE, one_tile_at_a_time
+from tests.resharding.fp8_tiles import TILE, one_tile_at_a_time
 
 ON_GPU = DEVICE == "cuda"
 SHAPES = [(1, 128, 128), (3, 256, 384), (2, 300, 200), (1, 1, 1)] + [(4, 2048, 7168)] * ON_GPU

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
-from megarl.resharding.fp8 import FP8, LARGEST, quantise, tile_scales, with_scales
+from megarl.resharding.fp8 import LARGEST, quantise, tile_scales, with_scales
 from megarl.resharding.shards import LayoutError, Part, Shard
+from tests.resharding.fp8_tiles import TILE, one_tile_at_a_time
 
-TILE = 128
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SIZES = st.tuples(st.integers(1, 2), st.integers(1, 300), st.integers(1, 300))
 
@@ -34,23 +34,6 @@ def random_block(
         (10.0**exponents).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :rows, :cols]
     )
     return (torch.randn(size, generator=generator, dtype=torch.float64) * magnitude).to(dtype)
-
-
-def one_tile_at_a_time(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from the definition, each tile on its own."""
-    items, rows, cols = block.shape
-    quantised, scales = (
-        torch.empty(block.shape, dtype=FP8),
-        torch.empty(items, -(-rows // TILE), -(-cols // TILE)),
-    )
-    for item in range(items):
-        for row in range(0, rows, TILE):
-            for col in range(0, cols, TILE):
-                tile = block[item, row : row + TILE, col : col + TILE].float()
-                scale = tile.abs().max() / 448 if tile.any() else torch.tensor(1.0)
-                scales[item, row // TILE, col // TILE] = scale
-                quantised[item, row : row + TILE, col : col + TILE] = (tile / scale).to(FP8)
-    return quantised, scales
 
 
 @settings(max_examples=30)

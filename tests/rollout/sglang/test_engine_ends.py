@@ -77,9 +77,9 @@ def test_a_killed_scheduler_is_named_to_who_waits_and_to_who_comes(
 
 
 def test_a_scheduler_that_stays_in_one_round_is_named(build_engine: Callable[..., Engine]) -> None:
-    """The weight loader may take its time, whoever loads; a round of the loop may not."""
+    """The weight loader may take its time while it works, whoever loads; a round of the loop may not."""
     engine = build_engine(2, 1, timeout_s=BOUND_S)
-    asyncio.run(engine.reshard({"rest_s": BOUND_S + 2 * PEERS_S}, 1))
+    asyncio.run(engine.reshard({"work_s": BOUND_S + 2 * PEERS_S}, 1))
     asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
     asyncio.run(engine.reshard({"rest_in_next_round_s": 600.0}, 2))
     ranks = r"0 \(pid \d+\), 1 \(pid \d+\)"
