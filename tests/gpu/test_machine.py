@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from megarl.cluster.stillness import Stillness, work_of
 from megarl.cluster.visible_gpus import device_errors, num_listed_gpus
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +26,21 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees
 def test_the_driver_lists_the_gpus_that_torch_sees() -> None:
     assert num_listed_gpus() >= torch.cuda.device_count() > 0
     assert device_errors() == []
+
+
+@needs_gpu
+def test_a_process_that_waits_for_its_gpu_does_not_stand_still() -> None:
+    """Unverified on a GPU.
+
+    cluster/stillness.py: while its kernels compute for seconds, a rank is in the driver, which by default spins on a
+    processor. Where it sleeps instead, ranks with long kernels would be given up. To check first: the same where fewer
+    processors than GPUs are left to the ranks.
+    """
+    stillness = Stillness()
+    stillness.look(time.monotonic(), work_of(os.getpid()))
+    torch.cuda._sleep(5 * 10**9)
+    torch.cuda.synchronize()
+    assert stillness.look(time.monotonic(), work_of(os.getpid())) == 0.0
 
 
 @needs_gpu
