@@ -19,6 +19,7 @@ from megarl.types import Silence, SilentFault, UserError
 
 # a dead process first breaks its peers' collectives: wait this long for the cause to show
 _GRACE_S = 3.0
+_OWN_NODE_ENDS = "Owner's node has crashed"  # Ray's word to the processes that this one has started
 _LOOK_S = 1.0  # between two checks of Ray's servers and of heartbeats
 _QUICK_PERIOD_S = 1.0
 _ENDING_S = 5.0  # for processes that Ray kills
@@ -163,8 +164,19 @@ class Calls:
         on_loss = self._owners.get(worker)
         if on_loss is None:
             return
+        self._refuse_own_end(cause)
         self._forget(worker)
         on_loss(cause)
+
+    def _refuse_own_end(self, cause: Exception) -> None:
+        """Raises WorkerFailed where a worker is lost because this node's raylet ends, as it does after its agents.
+
+        That takes the raylet a moment, in which a call of Ray's would end this process.
+        """
+        evidence = getattr(cause, "evidence", "")
+        if self._servers and _OWN_NODE_ENDS in evidence:
+            problem = self._servers.await_error(_GRACE_S) or "Ray takes this node for dead"
+            raise WorkerFailed(problem, evidence)
 
     def _judge_silence(self, watched: Sequence[Worker]) -> None:
         """Give up the workers that have not answered for too long; raises WorkerFailed for one not replaceable."""
@@ -217,6 +229,8 @@ class Calls:
             for ref, error in failures.items()
             if error and is_loss(error)
         }
+        for cause in lost.values():
+            self._refuse_own_end(cause)
         self._raise_failure([ref for ref in ended if ref not in lost], ended)
         return lost
 
@@ -254,7 +268,9 @@ class Calls:
             if isinstance(cause, UserError):
                 raise cause
         if failures:
-            raise self._cause(labels)
+            cause = self._cause(labels)
+            self._refuse_own_end(cause)
+            raise cause
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has returned or raised; False as soon as a worker that is not replaceable is gone."""

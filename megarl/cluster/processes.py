@@ -178,6 +178,11 @@ class RayServers:
                 return f"Ray's {_name(process)} has stood still for {self._timeout_s:g} s: a signal stopped it"
         return None
 
+    def await_error(self, timeout_s: float) -> str | None:
+        """The same, as soon as a server has died, which is known to come; None where it does not in this time."""
+        self._poll.poll(1000 * timeout_s)
+        return self.error()
+
     def close(self) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)

@@ -542,7 +542,7 @@ from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 try:
     with Cluster(1, say=print) as cluster:
-        worker = cluster.worker("rank 0", 0)
+        worker = cluster.worker("rank 0", 0, lambda _: print("it is started anew"))
         cluster.gather({worker.start("test_ray_session:Target", 0): worker.name})
         print("folder", cluster._folder.path, flush=True)
         below = psutil.Process().children(recursive=True)
@@ -572,19 +572,26 @@ def _left(marker: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "servers", [["raylet"], pytest.param(["raylet", "gcs_server"], marks=pytest.mark.nightly)]
+    "servers",
+    [
+        ["raylet", "RuntimeEnvAgent"],
+        pytest.param(["gcs_server", "DashboardAgent"], marks=pytest.mark.nightly),
+    ],
 )
 def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_session_goes_with_the_next(
     tmp_path: Path, servers: list[str]
 ):
+    """A raylet ends when one of its agents is gone, and takes its workers with it: none is lost by itself."""
     killed = _folder(_program(_ONE_SESSION, "python", tmp_path / "0"))
     assert killed.is_dir() and killed.stat().st_mode & 0o777 == 0o700
     assert (killed / "ray").is_dir(), "Ray opens its folder to everyone: it must lie inside"
     for server in servers:
         done = _program(_ONE_SESSION, server, tmp_path / server)
-        assert re.fullmatch(
-            rf"Ray's {server} \(pid \d+\) was killed by SIGKILL", done.stdout.splitlines()[-1]
-        ), done
+        ended = rf"Ray's {server} \(pid \d+\) was killed by SIGKILL"
+        if server.endswith("Agent"):
+            ended = r"Ray's raylet \(pid \d+\) ended with exit code 0"
+        assert re.fullmatch(ended, done.stdout.splitlines()[-1]), done
+        assert "it is started anew" not in done.stdout
         assert done.returncode == 1
         assert not _folder(done).exists()
         assert _left(tmp_path / server) == []
