@@ -348,7 +348,8 @@ def engine_changes(folder: Path, name: str) -> list[str]:
     return missing
 
 
-def main() -> int:
+def asked_for() -> argparse.Namespace:
+    """The command's arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -372,49 +373,63 @@ def main() -> int:
     parser.add_argument(
         "--elastic", action="store_true", help="engines join and leave the disturbed run"
     )
-    arguments = parser.parse_args()
-    episodes = arguments.episodes
-    overrides, spread = (
-        (OVERRIDES + AHEAD, SPREAD + MIXED) if arguments.ahead else (OVERRIDES, SPREAD)
-    )
-    elastic = arguments.elastic
-    if elastic:
-        overrides = overrides + ELASTIC
+    return parser.parse_args()
+
+
+def overrides_of(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Those of all runs, and those that the run on two engines has besides."""
+    overrides = [*OVERRIDES]
+    spread = [*SPREAD]
+    if arguments.ahead:
+        overrides += AHEAD
+        spread += MIXED
+    if arguments.elastic:
+        overrides += ELASTIC
     if arguments.lora:
-        overrides = overrides + LORA
-    if episodes:
-        overrides, spread = (
-            overrides + EPISODES,
-            [override for override in spread if not override.startswith("reward.")],
-        )
+        overrides += LORA
+    if arguments.episodes:
+        overrides += EPISODES
+        spread = [override for override in spread if not override.startswith("reward.")]
+    return overrides, spread
+
+
+def end_again_and_again(folder: Path, arguments: argparse.Namespace) -> tuple[list[str], int]:
+    """End the disturbed run at every point; what is told of each, and how many left responses that have not ended."""
+    elastic = arguments.elastic
+    ends = []
+    num_open = 0
+    for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
+        if index == arguments.points // 2:
+            end = ask(folder, "disturbed", drains=arguments.drain, fewer_engines=elastic)
+        else:
+            is_first = index == 0
+            end = disturb(folder, "disturbed", after, delay_s, more_engines=elastic and is_first)
+        ends.append(end)
+        num_open += has_open(folder, "disturbed")
+        if not arguments.json:
+            print(end, flush=True)
+    return ends, num_open
+
+
+def main() -> int:
+    arguments = asked_for()
+    episodes = arguments.episodes
+    overrides, spread = overrides_of(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder, overrides, episodes=episodes)
         finish(folder, "undisturbed")
-        ends, num_open = [], 0
-        for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
-            is_asked = index == arguments.points // 2
-            ends.append(
-                ask(folder, "disturbed", drains=arguments.drain, fewer_engines=elastic)
-                if is_asked
-                else disturb(
-                    folder, "disturbed", after, delay_s, more_engines=elastic and index == 0
-                )
-            )
-            num_open += has_open(folder, "disturbed")
-            if not arguments.json:
-                print(ends[-1], flush=True)
+        ends, num_open = end_again_and_again(folder, arguments)
         finish(folder, "disturbed")
-        others = OF_ENGINES if elastic else ()
+        others = OF_ENGINES if arguments.elastic else ()
         unequal = differences(folder, "undisturbed", "disturbed", others, episodes=episodes)
-        if elastic:
+        if arguments.elastic:
             unequal += engine_changes(folder, "disturbed")
-        unequal += (
-            []
-            if num_open
-            else ["no run was resumed from a checkpoint with responses that have not ended"]
-        )
+        if not num_open:
+            unequal.append(
+                "no run was resumed from a checkpoint with responses that have not ended"
+            )
         if arguments.spread:
             finish(folder, "spread", *spread)
             unequal += differences(folder, "undisturbed", "spread", OF_ENGINES, episodes=episodes)

@@ -175,7 +175,10 @@ class Calls:
         """
         evidence = getattr(cause, "evidence", "")
         if self._servers and _OWN_NODE_ENDS in evidence:
-            problem = self._servers.await_error(_GRACE_S) or "Ray takes this node for dead"
+            problem = (
+                self._servers.await_error(_GRACE_S)
+                or "Ray takes this node for dead, its raylet lives"
+            )
             raise WorkerFailed(problem, evidence)
 
     def _judge_silence(self, watched: Sequence[Worker]) -> None:

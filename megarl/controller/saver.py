@@ -26,6 +26,7 @@ from megarl.data.streams import PromptStream
 from megarl.disk import while_answering, writing
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import GroupBuffer
+from megarl.printable import Say
 from megarl.recovery.repetition import SavedState
 from megarl.tracking.draining import DrainRequests
 from megarl.types import DiskFault, Drained, EndedEarly, Metrics, UserError
@@ -72,7 +73,7 @@ class Saver:
         fleet: Fleet,
         prompts: PromptStream,
         folder: Path,
-        say: Callable[[str], None],
+        say: Say,
         drain: DrainRequests | None = None,
     ):
         """folder: the run's. say: prints a line. drain: the requests of `megarl drain`, where the run hears them."""

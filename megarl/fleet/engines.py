@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from megarl.fleet.rank_groups import RolloutBatch
 from megarl.fleet.sampling_phase import SamplingPhase
 from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.engine_layout import EngineLayout
+from megarl.printable import Say
 from megarl.recovery.engine_processes import EngineProcess, EngineProcesses
 from megarl.recovery.external_engines import ExternalEngineProcesses
 from megarl.rollout.load_balancing import RequestBalancer
@@ -36,7 +37,7 @@ class Engines:
         recipe: Recipe,
         layout: EngineLayout,
         shared: frozenset[int],
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self._cluster = cluster
         self._recipe = recipe
@@ -181,7 +182,7 @@ def _processes(
     recipe: Recipe,
     layout: EngineLayout,
     shared: frozenset[int],
-    say: Callable[[str], None],
+    say: Say,
 ) -> EngineProcesses:
     """Those of the run's own engines, or of external ones."""
     if recipe.rollout.engine.external:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.disk import existing_folder, writing
 from megarl.fleet.fleet import Fleet
+from megarl.printable import Say
 from megarl.recovery.engine_processes import EngineProcess
 from megarl.recovery.external_engines import ExternalEngineProcesses
 from megarl.resharding.member import Stats
@@ -23,9 +24,7 @@ from megarl.rollout.external.weight_files import WeightFiles
 _WHERE = "rollout.engine.external_dir"
 
 
-def make_fleet(
-    cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True
-) -> Fleet:
+def make_fleet(cluster: Cluster, recipe: Recipe, say: Say, *, learns: bool = True) -> Fleet:
     """The fleet of a recipe; the arguments are those of `Fleet`."""
     kind = ExternalFleet if recipe.rollout.engine.external else Fleet
     return kind(cluster, recipe, say, learns=learns)
@@ -37,9 +36,7 @@ class ExternalFleet(Fleet):
     The folder of the version before is removed once a server has the new one; the last one by `shutdown`.
     """
 
-    def __init__(
-        self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True
-    ) -> None:
+    def __init__(self, cluster: Cluster, recipe: Recipe, say: Say, *, learns: bool = True) -> None:
         run = recipe.run
         root = Path(recipe.rollout.engine.external_dir or run.dir).absolute()
         self._folder = root / run.name / "weights"
@@ -107,7 +104,7 @@ class ExternalFleet(Fleet):
         if "" in checksums and not self._has_said_unchecked:
             self._has_said_unchecked = True
             self.say(
-                "reshard.verify: servers without a GPU compute no checksums, and are not compared"
+                "reshard.verify: servers that give no checksum, as those without a GPU, are not compared"
             )
         checksums.pop("", None)
         if any(len(different) > 1 for different in checksums.values()):

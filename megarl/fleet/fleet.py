@@ -29,6 +29,7 @@ from megarl.fleet.rank_groups import (
     RolloutBatch,
 )
 from megarl.placement.roles import Phase, Roles, resolve, sent_lora, trains_merged
+from megarl.printable import Say
 from megarl.recovery.engine_processes import EngineProcess
 from megarl.resharding import peer_copy
 from megarl.resharding.member import Stats, abandon, collect_stats
@@ -96,9 +97,7 @@ class Fleet(TrainingFleet):
     Engines start at the same time as the ranks, or after them where engines measure the memory that ranks leave free.
     """
 
-    def __init__(
-        self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True
-    ) -> None:
+    def __init__(self, cluster: Cluster, recipe: Recipe, say: Say, *, learns: bool = True) -> None:
         """say: prints a line for the user. learns: False where the run only samples: then there is no critic."""
         self._recipe = recipe
         self.say = say

@@ -56,17 +56,23 @@ def loss_cost(
     if has_copies:
         state_bytes = sum(map(_state_bytes, models))
         return LossCost(
-            engine_s,
-            state_bytes / hardware.pcie_bytes_per_s + training_again_s,
-            state_bytes / hardware.nic_reached_per_s + training_again_s,
-            restart_s,
-            "copies",
+            engine_s=engine_s,
+            rank_s=state_bytes / hardware.pcie_bytes_per_s + training_again_s,
+            node_s=state_bytes / hardware.nic_reached_per_s + training_again_s,
+            restart_s=restart_s,
+            source="copies",
         )
     rank_s = restart_s
     if every == 1:
         # the step's samples are kept
         rank_s = load_s + training_again_s
-    return LossCost(engine_s, rank_s, rank_s, restart_s, "checkpoint")
+    return LossCost(
+        engine_s=engine_s,
+        rank_s=rank_s,
+        node_s=rank_s,
+        restart_s=restart_s,
+        source="checkpoint",
+    )
 
 
 def _state_bytes(model: ModelSize) -> float:

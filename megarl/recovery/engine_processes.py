@@ -11,7 +11,7 @@ is filled, it gets the weights of engines that are ready; where there are none, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -21,6 +21,7 @@ from megarl.cluster.calls import WorkerFailed, reported
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
+from megarl.printable import Say
 from megarl.recovery.restarts import Restarts
 from megarl.rollout.load_balancing import Capacity
 from megarl.rollout.sglang.arguments import NodeSpan
@@ -83,7 +84,7 @@ class EngineProcesses:
         recipe: Recipe,
         first_slots: Sequence[int],
         unshared: Sequence[int],
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         """first_slots: of each engine. unshared: the engines whose GPUs no other model uses."""
         self._cluster = cluster

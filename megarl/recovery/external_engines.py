@@ -5,7 +5,7 @@ A server that is lost is asked again, and is filled with the current weights onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
+from megarl.printable import Say
 from megarl.recovery.engine_processes import EngineProcess, EngineProcesses
 
 # the most that a server is left alone before it is asked again
@@ -46,7 +47,7 @@ class ExternalEngineProcesses(EngineProcesses):
     Raises WorkerFailed where no server is left: none answers for run.timeout_s, or those that do are lost too often.
     """
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None]) -> None:
+    def __init__(self, cluster: Cluster, recipe: Recipe, say: Say) -> None:
         self._servers = recipe.rollout.engine.external
         self._losses = [_Losses() for _ in self._servers]
         count = len(self._servers)

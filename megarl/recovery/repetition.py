@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from megarl.cluster.actor import Worker
 from megarl.cluster.calls import ResultsLost, WorkerFailed
+from megarl.printable import Say
 from megarl.recovery.rank_processes import RankLoss, RankProcesses
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_copies import Generation, StateCopies
@@ -109,7 +110,7 @@ class Repetition:
         checkpoints: Checkpoints,
         copies: StateCopies | None,
         restarts: Restarts | None,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         """copies: None where none are made. restarts: of ranks, by GPU slot; None: every failure ends the run."""
         self._ranks = ranks

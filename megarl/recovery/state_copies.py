@@ -9,7 +9,7 @@ both keepers, so that there is always a whole one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from megarl.cluster.actor import Ref, Worker, failure
 from megarl.cluster.calls import WorkerFailed, reported
 from megarl.cluster.deadline import Deadline
 from megarl.cluster.ray_session import Cluster
+from megarl.printable import Say
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_keeper import CopyName
 from megarl.types import Metrics
@@ -77,7 +78,7 @@ class StateCopies:
         cluster: Cluster,
         first_slots: Sequence[int],
         restarts: Restarts,
-        say: Callable[[str], None],
+        say: Say,
         timeout_s: float,
     ) -> None:
         """first_slots: the first GPU slot of each node. restarts: of the keepers, by these slots.

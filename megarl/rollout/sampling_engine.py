@@ -11,6 +11,7 @@ import numpy as np
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.host import EngineError
 from megarl.types import FaultMember, Row, Sample, SamplePart, SilentFault, with_part
+from megarl.types.json_objects import JsonObject
 from megarl.types.sampling import Sampling, sample_seed
 
 
@@ -25,10 +26,10 @@ class SamplingEngine:
     async def _ask(
         self,
         input_ids: list[list[int]],
-        parameters: list[dict[str, Any]],
+        parameters: list[JsonObject],
         rows: int,
         requests: list[str] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """SGLang's answers to a batch. rows: of the tokens whose experts are known; requests: their names."""
         raise NotImplementedError
 
@@ -99,9 +100,9 @@ class SamplingEngine:
         """The text of a response, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> dict[str, Any]:
+    def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> JsonObject:
         """SGLang's parameters of sample `place` of a prompt, which has so many tokens already."""
-        parameters: dict[str, Any] = {
+        parameters: JsonObject = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_new_tokens": sampling.new_tokens(response_tokens),

@@ -12,6 +12,7 @@ import httpx
 
 from megarl.isolation.service import TryAgain
 from megarl.printable import one_line
+from megarl.types.json_objects import JsonObject
 
 _MOST_BYTES = 64 << 20
 _LONGEST_TEXT = 300
@@ -52,11 +53,11 @@ class ServerClient:
             trust_env=False,
         )
 
-    async def get(self, path: str) -> dict[str, Any]:
+    async def get(self, path: str) -> JsonObject:
         """The JSON object that the server answers. Raises ServerFault."""
         return await self.within(self._timeout_s, self.object("GET", path))
 
-    async def post(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    async def post(self, path: str, content: Mapping[str, Any]) -> JsonObject:
         """The same of a request with a JSON object."""
         return await self.within(self._timeout_s, self.object("POST", path, content))
 
@@ -74,7 +75,7 @@ class ServerClient:
         path: str,
         content: Mapping[str, Any] | None = None,
         most_bytes: int = _MOST_BYTES,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """The JSON object that the server answers, whenever it does. Raises ServerFault."""
         text = await self.text(method, path, content, most_bytes)
         try:

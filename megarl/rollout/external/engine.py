@@ -23,6 +23,7 @@ from megarl.rollout.sampling_engine import SamplingEngine
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.group_queue import GroupQueue
 from megarl.rollout.sglang.host import EngineError, EngineLost, EngineStandstill
+from megarl.types.json_objects import JsonObject
 
 # between two looks whether the server's schedulers still answer
 _LOOK_S = 10.0
@@ -216,17 +217,17 @@ class ExternalEngine(SamplingEngine):
     async def _ask(
         self,
         input_ids: list[list[int]],
-        parameters: list[dict[str, Any]],
+        parameters: list[JsonObject],
         rows: int,
         requests: list[str] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         names = requests or [uuid4().hex for _ in input_ids]
         asked = zip(names, input_ids, parameters, strict=True)
         return await asyncio.gather(*(self._generate(*each) for each in asked))
 
     async def _generate(
         self, name: str, input_ids: list[int], parameters: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """The answer to one request. Raises EngineLost: nothing else is known of a server that does not give it."""
         content = {
             # names of turns begin anew with each process, and the server may still have those of the one before
