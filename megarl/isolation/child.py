@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -103,6 +104,23 @@ def as_line(message: object) -> bytes:
 def tell_service_events(write: Callable[[list[str]], object]) -> None:
     """Let the parent know what calls of services meet. write: sends it a message, from any thread."""
     listen(lambda service, event, words: write([SERVICE, service, event, words]))
+
+
+def tell_service_events_in_order(write: Callable[[list[str]], object]) -> None:
+    """`tell_service_events` of a worker whose replies are written in the running event loop, which alone calls `write`.
+
+    What a call has met is written before the call ends, and so before the reply of the job that it is a part of.
+    """
+    loop = asyncio.get_running_loop()
+    loop_thread = threading.get_ident()
+
+    def tell(message: list[str]) -> None:
+        if threading.get_ident() == loop_thread:
+            write(message)
+        else:
+            loop.call_soon_threadsafe(write, message)
+
+    tell_service_events(tell)
 
 
 def _end_forks_with_worker() -> None:

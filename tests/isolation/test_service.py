@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.isolation import service as service_module
+from megarl.isolation.child import SERVICE, tell_service_events_in_order
 from megarl.isolation.service import (
     Clock,
     Service,
@@ -70,6 +71,9 @@ class Scripted:
         if isinstance(said, BaseException):
             raise said
         return said
+
+    async def answer_later(self) -> Any:
+        return self.answer()
 
 
 Ask = Callable[[Service, Scripted], Any]
@@ -271,3 +275,24 @@ def test_a_call_ends_before_its_job() -> None:
     began = time.monotonic()
     assert Service("a").call_plain(lambda left_s: left_s) == pytest.approx(60.0, abs=0.1)
     assert time.monotonic() - began < 60
+
+
+def test_what_a_call_met_is_written_before_the_reply_that_it_is_a_part_of() -> None:
+    """Else a group's counts would lack what its last calls met; from another thread it comes by the loop."""
+    lines: list[Any] = []
+    service = Service("a", tries=1)
+
+    async def job() -> None:
+        tell_service_events_in_order(lines.append)
+        with pytest.raises(ServiceError):
+            await service.call(Scripted(DOWN).answer_later)
+        lines.append("reply")
+        with pytest.raises(ServiceError):
+            await asyncio.to_thread(plainly, service, Scripted(DOWN))
+        await asyncio.sleep(0)
+
+    before = list(service_module._listeners)
+    asyncio.run(job())
+    service_module._listeners[:] = before
+    lost = [SERVICE, "a", "lost", ""]
+    assert lines == [lost, "reply", lost]

@@ -47,7 +47,7 @@ from megarl.isolation.child import (
     free_spare_memory,
     limit_memory,
     share_heap,
-    tell_service_events,
+    tell_service_events_in_order,
     too_long,
 )
 from megarl.isolation.service import limit_job
@@ -98,7 +98,6 @@ class EnvironmentHost:
         """Start the event loop, whose stack is not part of the memory that is limited."""
         threading.Thread(target=self._run_loop, name="loop", daemon=True).start()
         self._is_connected.wait()
-        tell_service_events(lambda message: self._loop.call_soon_threadsafe(self._write, message))
 
     def run(self, ready: list[Any]) -> None:
         """Say that jobs may come, and do them until the process is ended; the event loop ends it with the socket."""
@@ -128,6 +127,7 @@ class EnvironmentHost:
         reader, self._writer = await asyncio.open_connection(
             sock=self._parent.socket, limit=LINE_BYTES
         )
+        tell_service_events_in_order(self._write)
         self._is_connected.set()
         tasks: set[asyncio.Task[None]] = set()
         while line := await reader.readline():

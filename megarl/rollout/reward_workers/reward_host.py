@@ -24,6 +24,7 @@ from megarl.isolation.child import (
     free_spare_memory,
     limit_memory,
     tell_service_events,
+    tell_service_events_in_order,
     too_long,
 )
 from megarl.isolation.function_loading import is_coroutine_function
@@ -75,8 +76,7 @@ def _score_in_turn(parent: ParentSocket, reward: Reward, timeout_s: float) -> No
 async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float) -> None:
     """Score every response as it comes: the parent decides how many are in flight."""
     reader, writer = await asyncio.open_connection(sock=parent.socket, limit=LINE_BYTES)
-    loop = asyncio.get_running_loop()
-    tell_service_events(lambda message: loop.call_soon_threadsafe(writer.write, as_line(message)))
+    tell_service_events_in_order(lambda message: writer.write(as_line(message)))
     tasks: set[asyncio.Task[None]] = set()
 
     async def score(message: Sequence[Any], answer: str, row: Columns) -> None:
