@@ -37,7 +37,14 @@ PHASED = [
     "algorithm.rollout_correction=tis",
 ]
 COPIES = ["checkpoint.memory_copies=true"]
-AHEAD = [*PHASED, *COPIES, "rollout.ahead=1", "placement.gpus=4", "placement.first_engine_gpu=2"]
+AHEAD = [
+    *PHASED,
+    *COPIES,
+    "rollout.ahead=1",
+    "placement.gpus=4",
+    "placement.train_gpus=2",
+    "placement.first_engine_gpu=2",
+]
 CRITIC = [
     "algorithm.name=vapo",
     "algorithm.critic_warmup_steps=2",
