@@ -255,8 +255,8 @@ class Fleet(TrainingFleet):
         """Exchange weights until all engines have this version; what was exchanged.
 
         An exchange that fails is tried once more while every process is alive, and again after an engine was lost and
-        started anew: it writes everything anew, and between the two the engines refuse to sample. Raises WorkerFailed
-        when that fails too or a training rank is gone.
+        started anew: it writes everything anew, through new connections, and between the two the engines refuse to
+        sample. Raises WorkerFailed when that fails too or a training rank is gone.
         """
         processes = self.engines.processes
         is_repeated = False
@@ -282,6 +282,8 @@ class Fleet(TrainingFleet):
                     if is_repeated:
                         raise
                     is_repeated = True
+                # a member keeps its connection to the store with its session, and one that is broken stays so
+                processes.forget_sessions()
                 self.say(f"the reshard to version {version} failed and is repeated: {failure}")
         processes.filled()
         versions = self.engines.versions()

@@ -153,7 +153,7 @@ class EngineProcesses:
             engine = EngineProcess(index, slot, False, worker, added_s=time.monotonic())
             self.engines.append(engine)
             self._start(engine)
-        self._forget_sessions()
+        self.forget_sessions()
 
     def remove(self, count: int) -> None:
         """End so many engines, those with the highest numbers, in their own way. They must have nothing to sample."""
@@ -171,9 +171,10 @@ class EngineProcesses:
         for engine in leaving:
             self._discard(engine)
         del self.engines[-count:]
-        self._forget_sessions()
+        self.forget_sessions()
 
-    def _forget_sessions(self) -> None:
+    def forget_sessions(self) -> None:
+        """The next reshard opens new ones: of other members, or over new connections."""
         for engine in self.engines:
             engine.has_session = False
 
