@@ -271,7 +271,12 @@ class Calls:
             if isinstance(cause, UserError):
                 raise cause
         if failures:
-            cause = self._cause(labels)
+            alive = {worker.name for worker in self._workers}
+            if all(name not in alive and is_loss(error) for name, error in failures):
+                # its owner has ended it, and was told why: nothing more is to show
+                cause = reported(*failures[0])
+            else:
+                cause = self._cause(labels)
             self._refuse_own_end(cause)
             raise cause
 

@@ -93,6 +93,31 @@ def test_an_owner_is_told_once_of_a_worker_all_of_whose_watches_end(
     assert session.told == ["watch"]
 
 
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_nobody_waits_for_a_better_cause_where_the_owner_has_ended_the_worker(
+    monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    """It was told one. The call of a worker that is there may have failed because of another's death."""
+    session = Session(monkeypatch)
+    rank = session.add("rank 0", "watch", lambda: None)
+    if is_ended:
+        session._forget(rank)
+    session.kill("call")
+    waits_s: list[float] = []
+    waited = session._waited
+
+    def noted(refs: Sequence[str], timeout: float, **options: Any) -> tuple[list[str], list[str]]:
+        waits_s.append(timeout)
+        return waited(refs, **options)
+
+    monkeypatch.setattr(calls.ray, "wait", noted)
+    monkeypatch.setattr(session._pulses, "ask", lambda _: None)
+    call: Any = "call"
+    with pytest.raises(WorkerFailed, match="rank 0: its process died"):
+        session.gather({call: "rank 0"})
+    assert bool(waits_s) != is_ended
+
+
 def test_calls_settle_where_an_owner_ends_the_others_with_a_worker_that_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
