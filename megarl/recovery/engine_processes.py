@@ -105,7 +105,7 @@ class EngineProcesses:
 
     def _new_worker(self, index: int, slot: int) -> Worker:
         on_loss = partial(self._on_loss, index) if self._recipe.run.restarts else None
-        return self._cluster.worker(f"engine {index}", slot, on_loss)
+        return self._cluster.worker(f"engine {index}", slot, on_loss, computes=True)
 
     def start(self) -> dict[Ref, str]:
         """Begin to start all engines, once; the calls to wait for."""

@@ -15,7 +15,7 @@ from functools import partial
 
 from megarl.cluster.actor import Ref, Worker, failure
 from megarl.cluster.calls import WorkerFailed, reported
-from megarl.cluster.deadline import Deadline
+from megarl.cluster.deadline import ENOUGH_ALIKE, Deadline
 from megarl.cluster.ray_session import Cluster
 from megarl.printable import Say
 from megarl.recovery.restarts import Restarts
@@ -89,7 +89,7 @@ class StateCopies:
         self._first_slots = first_slots
         self._restarts = restarts
         self._say = say
-        self._deadline = Deadline(timeout_s)
+        self._deadline = Deadline(timeout_s, enough=ENOUGH_ALIKE)
         self._keepers: dict[int, Worker] = {}
         # the calls that start keepers, by node
         self._starts: dict[int, Ref] = {}

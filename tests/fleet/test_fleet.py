@@ -325,7 +325,7 @@ class Starts:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def worker(self, name: str, slot: int, on_loss: object) -> Any:
+    def worker(self, name: str, slot: int, on_loss: object, *, computes: bool) -> Any:
         return SimpleNamespace(
             name=name,
             start=lambda *_: self.seen.append(f"start {name}") or name,

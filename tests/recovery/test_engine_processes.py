@@ -56,7 +56,7 @@ class Cluster:
         self.dies: dict[str, int] = {}
         self.calls: list[tuple[str, str]] = []
 
-    def worker(self, name: str, slot: int, on_loss: object) -> Worker:
+    def worker(self, name: str, slot: int, on_loss: object, *, computes: bool) -> Worker:
         self.workers.append(Worker(name))
         return self.workers[-1]
 
