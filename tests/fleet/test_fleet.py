@@ -23,6 +23,7 @@ from megarl.resharding.member import Stats
 from megarl.rollout.load_balancing import Capacity
 from megarl.samples.buffer import PartialGroup, PartialSummary, RolloutBuffer
 from megarl.types import Prompt, SampleGroup, SamplePart
+from megarl.types.losses import Losses
 from megarl.types.reward_result import RewardResult
 from megarl.types.sampling import Sampling
 from tests.plan import plans
@@ -37,6 +38,7 @@ class Cluster:
     def __init__(self, failures: int, alive: bool) -> None:
         self.failures, self.alive = failures, alive
         self.engines: Any = None
+        self.losses = Losses()
 
     def gather(self, calls: dict[Any, str]) -> None:
         if self.failures:
