@@ -60,7 +60,7 @@ class Cluster(Calls):
         self._slots = NodeSlots(node_gpus or gpus)
         self._num_spares = spare_nodes
         self._faults = NodeFaults(say)
-        self.losses = losses or Losses()
+        self.loss_log = losses or Losses()
         self._say = say
         # of all workers that there have been, also those whose slots are on another node now
         self._homes: dict[Worker, ReservedNode] = {}

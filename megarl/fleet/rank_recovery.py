@@ -41,8 +41,8 @@ class RecoverableRanks:
         return [ranks.processes for ranks in self._groups]
 
     @property
-    def losses(self) -> Losses:
-        return self._cluster.losses
+    def loss_log(self) -> Losses:
+        return self._cluster.loss_log
 
     @property
     def trained_ranks(self) -> Sequence[Worker]:

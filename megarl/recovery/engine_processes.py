@@ -199,7 +199,7 @@ class EngineProcesses:
 
     def _be_ready(self, engine: EngineProcess, source: str) -> None:
         engine.state = "ready"
-        self._cluster.losses.is_back(engine.worker.name)
+        self._cluster.loss_log.is_back(engine.worker.name)
         if engine.added_s is not None:
             seconds = time.monotonic() - engine.added_s
             self._say(
@@ -221,7 +221,7 @@ class EngineProcesses:
             return
         self.num_lost += 1
         name = engine.worker.name
-        self._cluster.losses.add(name, cause)
+        self._cluster.loss_log.add(name, cause)
         self._discard(engine)
         if self.weights:
             self.weights.abandon_copies(engine, str(cause))

@@ -56,7 +56,7 @@ class Ranks(Protocol):
         ...
 
     @property
-    def losses(self) -> Losses:
+    def loss_log(self) -> Losses:
         """Of the run."""
         ...
 
@@ -193,7 +193,7 @@ class Repetition:
 
     def _are_back(self) -> None:
         for rank in self._lost:
-            self._ranks.losses.is_back(rank)
+            self._ranks.loss_log.is_back(rank)
         self._lost.clear()
 
     def excuse(self, action: Callable[[], None]) -> None:
@@ -254,7 +254,7 @@ class Repetition:
         self._num_counted += 1
         name = rank or "a step"
         self._lost.add(name)
-        self._ranks.losses.add(name, cause)
+        self._ranks.loss_log.add(name, cause)
         if not self._restarts.admit(slot):
             self._is_spent = True
             what = "it was lost" if rank else "such faults came"

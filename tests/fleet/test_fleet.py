@@ -38,7 +38,7 @@ class Cluster:
     def __init__(self, failures: int, alive: bool) -> None:
         self.failures, self.alive = failures, alive
         self.engines: Any = None
-        self.losses = Losses()
+        self.loss_log = Losses()
 
     def gather(self, calls: dict[Any, str]) -> None:
         if self.failures:

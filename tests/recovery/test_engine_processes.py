@@ -56,7 +56,7 @@ class Cluster:
         self.ended: list[Worker] = []
         self.dies: dict[str, int] = {}
         self.calls: list[tuple[str, str]] = []
-        self.losses = Losses()
+        self.loss_log = Losses()
 
     def worker(self, name: str, slot: int, on_loss: object, *, computes: bool) -> Worker:
         self.workers.append(Worker(name))

@@ -53,7 +53,7 @@ class Cluster:
         self.workers: list[Worker] = []
         self.silent: set[str] = set()
         self.refusing: set[str] = set()
-        self.losses = Losses()
+        self.loss_log = Losses()
 
     def worker(self, name: str, slot: int, on_loss: object, gpus: float) -> Worker:
         self.workers.append(Worker(name, gpus))

@@ -74,7 +74,7 @@ class World:
         self.copied: dict[int, int] = {}
         self.begun: Generation | None = None
         self.rebuilt: list[bool] = []
-        self.losses = Losses()
+        self.loss_log = Losses()
         limit = None if restarts is None else Restarts(restarts, 1e9)
         it: Any = self
         self.repetition = Repetition(it, it, it if copies else None, limit, self.lines.append)

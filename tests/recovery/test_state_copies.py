@@ -44,7 +44,7 @@ class Session:
     def __init__(self) -> None:
         self.on_loss: dict[int, Any] = {}
         self.lost: int | None = None
-        self.losses = Losses()
+        self.loss_log = Losses()
 
     def worker(self, name: str, slot: int, on_loss: Any, gpus: float) -> Any:
         self.on_loss[slot] = on_loss
