@@ -236,6 +236,14 @@ class EngineProcesses:
         if self.have_memory or not engine.shares:
             self._start(engine)
 
+    def lose_named(self, cause: WorkerFailed) -> bool:
+        """Whether the worker that has failed is an engine, which then is lost. Raises as `lose`."""
+        for engine in self.engines:
+            if engine.worker.name == cause.worker:
+                self.lose(engine, engine.worker, cause)
+                return True
+        return False
+
     def _discard(self, engine: EngineProcess) -> None:
         """End what is left of an engine's processes."""
         for worker in (engine.worker, *engine.parts):

@@ -35,6 +35,8 @@ STATS = Stats(1, 0, 0, 0, 0.0, 0.0)
 class Cluster:
     """Fails the first `failures` exchanges; `alive`: whether every process outlives them."""
 
+    culprit = "engine 0"
+
     def __init__(self, failures: int, alive: bool) -> None:
         self.failures, self.alive = failures, alive
         self.engines: Any = None
@@ -43,7 +45,7 @@ class Cluster:
     def gather(self, calls: dict[Any, str]) -> None:
         if self.failures:
             self.failures -= 1
-            raise WorkerFailed("engine 0: broken off", "traceback")
+            raise WorkerFailed(f"{self.culprit}: broken off", "traceback", self.culprit)
 
     def settle(self, calls: dict[Any, str]) -> bool:
         self.engines.settled()
@@ -77,6 +79,10 @@ class Engines:
             self.num_lost += 1
             self.engines[0].state = "lost"
             self.engines[0].has_session = False
+
+    def lose_named(self, cause: WorkerFailed) -> bool:
+        self.num_lost += 1
+        return cause.worker == "engine 0"
 
     def call(self, method: str, message: dict[str, Any], version: int) -> object:
         self.asked.append((version, message["attempt"]))
@@ -140,6 +146,23 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
     assert (bare_fleet.version, bare_fleet.attempts) == (4, 6)
     assert lines == ["the reshard to version 4 failed and is repeated: engine 0: broken off"]
     assert phases == ["reshard", "rollout"]
+
+
+@pytest.mark.parametrize("culprit", ["engine 0", "training rank 0"])
+def test_an_engine_by_which_an_exchange_fails_twice_is_lost(
+    monkeypatch: pytest.MonkeyPatch, culprit: str
+) -> None:
+    """It may be alive and reach nobody any more; of a rank that is its owner's matter."""
+    cluster, engines = Cluster(failures=3, alive=True), Engines()
+    cluster.culprit = culprit
+    bare_fleet, lines, _ = made(monkeypatch, cluster, engines)
+    if culprit == "engine 0":
+        bare_fleet.reshard()
+        assert (engines.num_lost, len(lines)) == (2, 3)
+    else:
+        with pytest.raises(WorkerFailed, match="broken off"):
+            bare_fleet.reshard()
+        assert len(lines) == 1
 
 
 def test_losses_of_engines_are_counted_until_a_record_takes_them(
