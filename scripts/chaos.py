@@ -223,6 +223,8 @@ def _watch(run: Attack, outcome: Outcome, log_size: int, stack: ExitStack) -> No
         if has_ended:
             outcome.outcome = "ended"
             outcome.cause = _last_line(run.new_text(log_size))
+        elif re.search("^megarl: ", text, re.MULTILINE) and passed_s < HUNG_S:
+            pass  # the run ends
         elif steps >= target and outcome.detected_s is not None:
             outcome.outcome = "recovered"
         elif steps > outcome.step or run.process.returncode == 0:
