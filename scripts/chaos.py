@@ -191,7 +191,8 @@ def attack(
     step = _await_moment(run, fault)
     if step is None:
         return outcome
-    outcome.step = step
+    # a run that resumes has records already
+    outcome.step = step = max(step, run.steps + 1)
     step_began_s = run.began_s
     time.sleep(fault.share * usual_s[fault.phase])
     log_size = run.log.stat().st_size
@@ -223,6 +224,8 @@ def _watch(run: Attack, outcome: Outcome, log_size: int, stack: ExitStack) -> No
         if has_ended:
             outcome.outcome = "ended"
             outcome.cause = _last_line(run.new_text(log_size))
+        elif re.search("^megarl: ", text, re.MULTILINE) and passed_s < HUNG_S:
+            pass  # the run ends
         elif steps >= target and outcome.detected_s is not None:
             outcome.outcome = "recovered"
         elif steps > outcome.step or run.process.returncode == 0:

@@ -188,7 +188,8 @@ class Worker:
         """slot: the number of its GPU slot. host: an address of the controller's node. strategy: Ray's scheduling.
 
         gpus: Ray's `num_gpus`; 0 for a process that only inspects its node. computes: whether its calls wait for
-        nothing but processors, disks, and calls of others that compute, or it says itself for how long these stand still.
+        nothing but processors, disks, and calls of others that compute, or it says itself for how long they stand
+        still.
         """
         shell: Any = ray.remote(_Shell).options(
             scheduling_strategy=strategy, num_gpus=gpus, num_cpus=0, max_concurrency=_CALLS

@@ -10,8 +10,8 @@ ENOUGH_ALIKE = 3  # the same where each is that of the same work, which every st
 class Deadline:
     """A limit between a floor and a ceiling: ten times the longest silence that has ended in this run.
 
-    ceiling_s: the limit while little is known (run.timeout_s). floor_s: however short all silences were. enough: so many
-    have to have ended before the limit is less than the ceiling.
+    ceiling_s: the limit while little is known (run.timeout_s). floor_s: however short all silences were. enough: so
+    many have to have ended before the limit is less than the ceiling.
     """
 
     def __init__(self, ceiling_s: float, floor_s: float = 10.0, enough: int = _ENOUGH) -> None:

@@ -256,7 +256,8 @@ class Fleet(TrainingFleet):
 
         An exchange that fails is tried once more while every process is alive, and again after an engine was lost and
         started anew: it writes everything anew, through new connections, and between the two the engines refuse to
-        sample. Raises WorkerFailed when that fails too or a training rank is gone.
+        sample. Where that fails by an engine's error, the engine is lost. Raises WorkerFailed when it fails by
+        another's, or a training rank is gone.
         """
         processes = self.engines.processes
         is_repeated = False
@@ -279,7 +280,7 @@ class Fleet(TrainingFleet):
                     raise
                 self._refuse_lost_ranks()
                 if processes.num_lost == num_lost:
-                    if is_repeated:
+                    if is_repeated and not processes.lose_named(failure):
                         raise
                     is_repeated = True
                 # a member keeps its connection to the store with its session, and one that is broken stays so

@@ -227,8 +227,13 @@ class StateCopies:
             {ref: node for node, ref in starts.items()},
         )
         for node, ref in starts.items():
-            if (error := failure(ref)) and node in self._keepers:
-                self._lose(node, reported(self._keepers[node].name, error))
+            if node not in self._keepers:
+                continue
+            name = self._keepers[node].name
+            if error := failure(ref):
+                self._lose(node, reported(name, error))
+            else:
+                self._cluster.loss_log.is_back(name)
         return len(self._keepers) == len(self._first_slots)
 
     def _await(self, calls: Sequence[_CopyCall]) -> None:
@@ -259,6 +264,7 @@ class StateCopies:
     def _lose(self, node: int, cause: Exception) -> None:
         """A keeper is lost, with its copies."""
         keeper = self._keepers.pop(node)
+        self._cluster.loss_log.add(keeper.name, cause)
         self._cluster.end(keeper)
         self._generations = [generation.without_node(node) for generation in self._generations]
         self._is_given_up = not self._restarts.admit(self._first_slots[node])
