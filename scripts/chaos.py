@@ -7,7 +7,7 @@
 A tiny model, on CPU, seeded samples. Each fault is drawn by its number: what is done, to a process of which role, and a
 moment of which phase (chaos_faults.py); it hits the next step that has the phase. Where a fault ends the run, it must
 say so in time, with a named cause and without a process or file left behind, and is resumed. At the end weights,
-optimizer, metrics (but for times) and samples must be the undisturbed run's to the last bit.
+optimizer, metrics (but for times) and samples must be the undisturbed run's to the last bit, where samples are seeded.
 
 Each fault is a line of JSON, also appended to --results, so that many commands make one matrix: --page makes a page of
 all of its lines, with --faults 0 of them alone. Of a number that was hit more than once the last line counts. With
@@ -39,6 +39,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import soak_resume as soak
+from chaos_compare import UNDISTURBED, differences
 from chaos_faults import (
     DISK_S,
     MARKER,
@@ -58,13 +59,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ENDED_S = 60.0  # within which the step is done after all, or the run has ended
 HUNG_S = 200.0
 FIRST = 4  # the steps before have longer starts, and teach how long a silence may be
-# what engines measure otherwise, and what faults cost
-_OF_WORKERS = ("workers_replaced", "retries", "calls_lost", "breaker_open_s")
-MEASURED = (
-    *soak.OF_ENGINES,
-    "recovery/",
-    *(f"{room}/{name}" for room in ("reward", "episode") for name in _OF_WORKERS),
-)
 _POLL_S = 0.005
 
 
@@ -295,7 +289,7 @@ def disturb(
 ) -> Iterator[dict[str, Any]]:
     """A run that is hit until it ends, or nothing is left to hit it with: a result for each fault, and of its end."""
     run = Attack(folder, name, nodes)
-    usual_s = usual_seconds(folder, "undisturbed")
+    usual_s = usual_seconds(folder, UNDISTURBED)
     leftovers = Leftovers(run.marker)
     numbers = []
     run.start()
@@ -369,30 +363,14 @@ def _end_of(run: Attack, folder: Path, leftovers: Leftovers) -> dict[str, Any]:
         if run.is_running:
             run.kill()
         return {"differences": [f"it does not end: {_last_line(run.new_text(0))}"], "left": left}
-    episodes = "episodes" in folder.name
-    try:
-        unequal = soak.differences(folder, "undisturbed", run.name, MEASURED, episodes=episodes)
-        if "run.json" in unequal and _is_same_state(folder, run.name):
-            unequal.remove("run.json")
-    except (ValueError, FileNotFoundError) as error:
-        unequal = [f"records: {error}"]
-    return {"differences": unequal[:20], "left": left}
-
-
-def _is_same_state(folder: Path, name: str) -> bool:
-    """Whether what the last checkpoint says of the run is the same, but for how many exchanges were tried."""
-    states = []
-    for run in ("undisturbed", name):
-        file = folder / "runs" / run / "checkpoints" / f"step-{soak.STEPS:06d}" / "run.json"
-        states.append(json.loads(file.read_text()) | {"attempts": 0})
-    return states[0] == states[1]
+    return {"differences": differences(folder, run.name)[:20], "left": left}
 
 
 def prepared(folder: Path, name: str) -> None:
     """The undisturbed run, if it is not there yet."""
     kind = RUNS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "runs" / "undisturbed" / "checkpoints" / f"step-{soak.STEPS:06d}").exists():
+    if (folder / "runs" / UNDISTURBED / "checkpoints" / f"step-{soak.STEPS:06d}").exists():
         return
     overrides = [*kind.overrides, f"run.steps={soak.STEPS}"]
     many_ends = name != "quickstart"
@@ -401,7 +379,7 @@ def prepared(folder: Path, name: str) -> None:
         from tests.parallel.checkpoints import write_classifier
 
         write_classifier((folder / "models" / "tiny-qwen3-moe").resolve(), folder / "classifier")
-    soak.finish(folder, "undisturbed")
+    soak.finish(folder, UNDISTURBED)
 
 
 def _faults(

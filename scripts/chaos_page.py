@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from statistics import mean
 from typing import Any
 
+from chaos_runs import RUNS
+
 DETECTED_S = 15.0  # within which a line tells of a fault
 ENDED_S = 60.0
 _OUTCOMES = ("recovered", "ended", "unnoticed", "missed", "hung")
@@ -98,7 +100,8 @@ def _by_run(faults: Sequence[dict[str, Any]], ends: Sequence[dict[str, Any]]) ->
         of_run = [end["end"] for end in ends if end["run"] == run]
         unequal = sum(bool(end["differences"]) for end in of_run)
         count = sum(fault["run"] == run for fault in faults)
-        rows.append([run, count, len(of_run), len(of_run) - unequal])
+        equal = len(of_run) - unequal if RUNS[run].is_seeded else "not seeded"
+        rows.append([run, count, len(of_run), equal])
     return _table(["run", "faults", "runs to their end", "of these bit-equal"], rows)
 
 

@@ -66,6 +66,7 @@ ADAPTERS = [
     "lora.sync=adapters",
     "lora.experts=0",
     "lora.targets=[q_proj, k_proj, v_proj, o_proj]",
+    "rollout.seeded=false",  # SGLang's adapters depend on the batch
 ]
 # the recipe itself, but for what makes its samples repeatable and its losses many
 QUICKSTART = [
@@ -82,12 +83,16 @@ ROLES = ("engine", "scheduler", "rank", "reward worker", "Ray worker", "raylet")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of run: its overrides, and the roles and phases that it has more than others."""
+    """A kind of run: its overrides, and the roles and phases that it has more than others.
+
+    is_seeded: whether its samples are the same each time.
+    """
 
     overrides: Sequence[str]
     roles: Sequence[str] = ROLES
     phases: Sequence[str] = PHASES
     episodes: bool = False
+    is_seeded: bool = True
 
 
 RUNS = {
@@ -96,9 +101,9 @@ RUNS = {
     "ahead": Kind([*SMALL, *AHEAD], (*ROLES, "keeper"), (*PHASES, "ahead")),
     "critic": Kind([*SMALL, *SCORED], (*ROLES, "critic", "reward model"), (*PHASES, "critic", "score")),
     "lora": Kind([*SMALL, *soak.LORA, *COPIES], (*ROLES, "keeper")),
-    "adapters": Kind([*SMALL, *ADAPTERS]),
+    "adapters": Kind([*SMALL, *ADAPTERS], is_seeded=False),
     "episodes": Kind(
-        [*SMALL, *(key for key in soak.EPISODES if not key.startswith("reward.")), "reward.function=null"],
+        [*SMALL, *soak.EPISODES, "data.train=data/train.jsonl"],
         tuple("tool worker" if role == "reward worker" else role for role in ROLES),
         episodes=True,
     ),
