@@ -88,6 +88,6 @@ RUNS = {
     ),
     "disk": Kind([*SMALL, "checkpoint.may_fail=20"], ("disk",), PHASES[1:]),
     "nodes": Kind(
-        [*SMALL, *COPIES, "placement.node_gpus=1", "placement.spare_nodes=1"], NODES, PHASES[1:]
+        [*SMALL, *COPIES, "placement.gpus_per_node=1", "placement.spare_nodes=1"], NODES, PHASES[1:]
     ),
 }  # fmt: skip
