@@ -42,12 +42,11 @@ from chaos_faults import (
     Disk,
     Fault,
     Leftovers,
-    Nodes,
     Victims,
     drawn,
     hit,
-    ray_nodes,
 )
+from chaos_network import Nodes, ray_nodes
 from chaos_page import page
 from chaos_runs import PHASES, RUNS, STEPS
 
@@ -290,7 +289,7 @@ def disturb(
     """A run that is hit until it ends, or nothing is left to hit it with: a result for each fault, and of its end."""
     run = Attack(folder, name, nodes)
     usual_s = usual_seconds(folder, "undisturbed")
-    leftovers = Leftovers(run.marker)
+    leftovers = Leftovers(run.marker, nodes.folder if nodes else None)
     run.start()
     for index, fault in faults:
         rng = random.Random(f"victim {index}")
@@ -304,7 +303,7 @@ def disturb(
             outcome.lost_s = (outcome.ended_s or 0.0) + resumed_s(run, outcome.step)
             outcome.lost_s -= usual_s["step"]
         if nodes and outcome.outcome != "missed":
-            nodes.renew()
+            nodes.renew(run.state()["pids"])
         yield {"index": index} | asdict(outcome)
         if not run.is_running or run.steps >= STEPS - 2:
             break

@@ -60,6 +60,7 @@ ADAPTERS = [
     "lora.experts=0",
     "lora.targets=[q_proj, k_proj, v_proj, o_proj]",
 ]
+ON_NODES = ["placement.network=nodes", "placement.gpus_per_node=1", "placement.spare_nodes=1"]
 PHASES = ("start", "rollout", "train", "save", "reshard", "eval")
 ROLES = ("engine", "scheduler", "rank", "reward worker", "Ray worker", "raylet")
 
@@ -88,6 +89,6 @@ RUNS = {
     ),
     "disk": Kind([*SMALL, "checkpoint.may_fail=20"], ("disk",), PHASES[1:]),
     "nodes": Kind(
-        [*SMALL, *COPIES, "placement.gpus_per_node=1", "placement.spare_nodes=1"], NODES, PHASES[1:]
+        [*SMALL, *COPIES, *ON_NODES], NODES, PHASES[1:]
     ),
 }  # fmt: skip
