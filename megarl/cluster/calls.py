@@ -81,6 +81,10 @@ class Calls:
         """Whether a worker's node has died, or another one has its slots."""
         raise NotImplementedError
 
+    def _is_displaced(self, worker: Worker) -> bool:
+        """Whether another node has the worker's slot."""
+        raise NotImplementedError
+
     def _strategy(self, slot: int) -> object:
         """Where Ray starts the worker of a slot."""
         raise NotImplementedError
@@ -188,6 +192,10 @@ class Calls:
                 if self._quick_pulses.is_overdue(worker):
                     silence = self._silence_of(worker, self._quick_pulses)
                     self._lose(worker, WorkerFailed(silence, silence, worker.name))
+                elif self._is_displaced(worker):
+                    # its node seemed dead, or is at fault: what it shared memory with is elsewhere
+                    problem = f"{self._described(worker)} is on a node that was replaced"
+                    self._lose(worker, WorkerFailed(problem, problem, worker.name))
             elif worker in self._workers and self._pulses.silence_s(worker) >= self._timeout_s:
                 silence = self._silence_of(worker, self._pulses)
                 raise WorkerFailed(silence, silence, worker.name)

@@ -204,7 +204,11 @@ class NodeSlots:
         spares = self.spares()
         if not spares:
             raise NodesLost(f"no spare node is left to replace {self.in_use[place]}")
-        self._replaced.add(self.in_use[place].node_id)
+        replaced = self.in_use[place]
+        self._replaced.add(replaced.node_id)
+        if replaced.own_group:
+            # Ray would move it to a node that joins, and hold that one for nothing
+            remove_placement_group(replaced.own_group)
         self.in_use[place] = spares[0]
         return spares[0]
 

@@ -25,6 +25,8 @@ class Session(Calls):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(timeout_s=600.0)
         monkeypatch.setattr(Calls, "_is_here", lambda *_: True)
+        monkeypatch.setattr(Calls, "_is_displaced", lambda _, worker: worker in self.displaced)
+        self.displaced: list[Any] = []
         self.errors: dict[str, Exception] = {}
         self.told: list[str] = []
         monkeypatch.setattr(calls, "failure", self.errors.get)
@@ -100,6 +102,15 @@ def test_calls_settle_where_an_owner_ends_the_others_with_a_worker_that_dies(
     Pair(session)
     assert session.settled("returned")
     assert len(session.told) == 1
+
+
+def test_a_worker_is_lost_whose_slot_is_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node seemed dead while another worker of it was started anew, and answers again."""
+    session = Session(monkeypatch)
+    session.displaced.append(session.add("rank 0", "watch 0", lambda: None))
+    session.add("rank 1", "watch 1", lambda: None)
+    session.settled("returned")
+    assert session.told == ["watch 0"]
 
 
 def test_workers_that_an_owner_has_ended_are_not_judged_by_their_silence(
