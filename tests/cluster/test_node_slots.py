@@ -7,12 +7,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.cluster import node_slots
+from megarl.cluster.node_slots import NodeSlots, ReservedNode
 from tests.ray_nodes import ROOT, RayNodes
-
-pytestmark = pytest.mark.slow
 
 FIRST, SECOND, THIRD, FOURTH = (f"127.0.0.{number}" for number in (2, 3, 4, 5))
 
@@ -99,6 +100,7 @@ def nodes(tmp_path: Path) -> Iterator[RayNodes]:
         yield three
 
 
+@pytest.mark.slow
 def test_nodes_die_are_replaced_and_join_later(nodes: RayNodes, tmp_path: Path) -> None:
     """A spare node takes the slots of one that died, or that lives and is at fault; one that comes back is spare then.
 
@@ -165,3 +167,24 @@ def test_nodes_die_are_replaced_and_join_later(nodes: RayNodes, tmp_path: Path) 
         f"{SECOND}.slurm\tfault\tit died (rank 1: its process died)",
         *[unstarted] * 2,
     ], "by the name that Slurm has for a node"
+
+
+def test_the_group_of_a_node_that_was_added_ends_when_another_replaces_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray would move it to a node that joins later, which nobody could use then."""
+    group: Any = "group"
+    first, added, spare = (
+        ReservedNode(address, address, address, 0, 0, group if address == SECOND else None)
+        for address in (FIRST, SECOND, THIRD)
+    )
+    slots = NodeSlots(node_gpus=1)
+    slots.in_use = [first, added]
+    removed: list[Any] = []
+    monkeypatch.setattr(slots, "spares", lambda: [spare])
+    monkeypatch.setattr(node_slots, "remove_placement_group", removed.append)
+
+    assert slots.replace(SECOND) == spare
+    assert removed == [group]
+    slots.replace(FIRST)
+    assert removed == [group]
