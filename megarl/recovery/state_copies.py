@@ -259,13 +259,13 @@ class StateCopies:
     def _lose(self, node: int, cause: Exception) -> None:
         """A keeper is lost, with its copies."""
         keeper = self._keepers.pop(node)
-        self._cluster.end(keeper)
         self._generations = [generation.without_node(node) for generation in self._generations]
         self._is_given_up = not self._restarts.admit(self._first_slots[node])
         if self._is_given_up:
             self._say(f"{cause}; no more copies of the ranks' states are made")
         else:
             self._say(f"{cause}; it is started anew, and its copies of the ranks' states are lost")
+        self._cluster.end(keeper)
 
     def _node_of(self, rank: Worker) -> int:
         """The last node that does not begin behind the rank's slot."""
