@@ -150,7 +150,7 @@ class Attack:
             if fault.kind == "raise":
                 return self._let_raise(victims.name(fault.role))
             if self.nodes:
-                self.nodes.strike(fault, self.state()["pids"])
+                self.nodes.strike(fault, self.state()["pids"], self.log)
                 return True
             hit(fault.kind, rng.choice(victims.of(fault.role)))
         except (OSError, IndexError, ValueError, psutil.NoSuchProcess):
@@ -303,7 +303,7 @@ def disturb(
             outcome.lost_s = (outcome.ended_s or 0.0) + resumed_s(run, outcome.step)
             outcome.lost_s -= usual_s["step"]
         if nodes and outcome.outcome != "missed":
-            nodes.renew(run.state()["pids"])
+            nodes.renew(has_resumed=outcome.outcome == "ended")
         yield {"index": index} | asdict(outcome)
         if not run.is_running or run.steps >= STEPS - 2:
             break

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tests.ray_nodes import RayNodes
 
 NUM_NODES = 3
-SHORT_S = 5.0  # for which a short fault cuts the network
+# for how long a short fault cuts the network, by its share: from what nobody notices to more than the deadlines
+_SHORTEST_S, _LONGEST_S = 2.0, 20.0
 
 _FORWARDING = 3  # states of a bridge's port
 _DISABLED = 0
@@ -118,6 +119,8 @@ class Nodes:
         self._nodes = nodes
         self._network = network
         self._hit = ""
+        self._log: Path
+        self._log_bytes = 0
         self._healing: threading.Timer | None = None
 
     @property
@@ -134,9 +137,11 @@ class Nodes:
         (raylet,) = [process for process in rank.parents() if process.name() == "raylet"]
         return self._nodes.address_of(raylet), raylet.pid
 
-    def strike(self, fault: Fault, pids: Mapping[str, int]) -> None:
-        """Hit the second node, its network, or its raylet alone. Raises as `_second`."""
+    def strike(self, fault: Fault, pids: Mapping[str, int], log: Path) -> None:
+        """Hit the second node, its network, or its raylet alone. Raises as `_second`. log: of the run."""
         self._hit, raylet = self._second(pids)
+        self._log = log
+        self._log_bytes = log.stat().st_size
         if fault.kind in ("network", "short network"):
             self._network.cut(self._hit)
         elif fault.role == "second node":
@@ -144,15 +149,20 @@ class Nodes:
         else:
             hit(fault.kind, raylet)
         if fault.kind == "short network":
-            self._healing = threading.Timer(SHORT_S, self._network.heal, [self._hit])
+            cut_s = _SHORTEST_S + fault.share * (_LONGEST_S - _SHORTEST_S)
+            self._healing = threading.Timer(cut_s, self._network.heal, [self._hit])
             self._healing.start()
 
-    def renew(self, pids: Mapping[str, int]) -> None:
-        """Start the node that was hit anew, from now on as the spare one, unless the run has kept it."""
+    def renew(self, *, has_resumed: bool) -> None:
+        """Start the node that was hit anew, from now on as the spare one, unless the run goes on with it.
+
+        has_resumed: whether the run has ended, and begun again with the nodes that were there.
+        """
         if self._healing:
             self._healing.join()
             self._healing = None
-            if self._is_in_use(pids):
+            is_spent = self._was_replaced() and not has_resumed
+            if not (is_spent or self._nodes.has_ended(self._hit)):
                 return
         self._network.heal(self._hit)
         if self._hit in self._nodes.addresses:
@@ -160,11 +170,13 @@ class Nodes:
         self._nodes.join(self._hit)
         self._nodes.wait_for(NUM_NODES)
 
-    def _is_in_use(self, pids: Mapping[str, int]) -> bool:
-        try:
-            return self._second(pids)[0] == self._hit
-        except (ValueError, psutil.NoSuchProcess):
-            return False
+    def _was_replaced(self) -> bool:
+        """Whether the run has put the slots of the node that was hit on the spare one."""
+        with self._log.open("rb") as log:
+            log.seek(self._log_bytes)
+            return f"node {self._hit} has died: its slots are" in log.read().decode(
+                errors="replace"
+            )
 
 
 @contextmanager

@@ -114,6 +114,10 @@ class RayNodes:
                 return address
         raise ValueError(f"process {process.pid} is on no node")
 
+    def has_ended(self, address: str) -> bool:
+        """Whether a node has ended by itself."""
+        return self._nodes[address].poll() is not None
+
     @property
     def addresses(self) -> list[str]:
         """Of the nodes that were not killed."""
