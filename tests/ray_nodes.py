@@ -69,6 +69,8 @@ class RayNodes:
             "MEGARL_GPUS_PER_NODE": str(self._gpus),
             "MEGARL_RAY_DIR": str(self.disk),
             "MEGARL_OBJECT_STORE_BYTES": str(2**27),
+            # results are stored on the nodes where they are made, as those of large models are
+            "RAY_max_direct_call_object_size": "1000",
             "OMP_NUM_THREADS": "1",
         }
 

@@ -246,7 +246,7 @@ class Calls:
         return lost
 
     def outcomes(self, labels: Mapping[Ref, str]) -> list[Any]:
-        """In order the result of each call, or the exception by which its replaceable worker was lost.
+        """In order the result of each call, or the exception by which its replaceable worker or its result was lost.
 
         Raises as `gather` does for other failures.
         """
@@ -255,9 +255,14 @@ class Calls:
             for ref in self.await_any(pending, may_lose=True):
                 del pending[ref]
         lost = self.losses(labels)
-        return [
-            lost[ref] if ref in lost else ray.get(ref, timeout=self._timeout_s) for ref in labels
-        ]
+        return [lost.get(ref) or self._fetched(ref, name) for ref, name in labels.items()]
+
+    def _fetched(self, ref: Ref, name: str) -> Any:
+        """The result of a worker's call, or the exception by which it was lost with its node."""
+        try:
+            return ray.get(ref, timeout=self._timeout_s)
+        except ray.exceptions.RayError as error:
+            return reported(name, error)
 
     def begin_background(self, work: Background) -> None:
         """Let work go on from now on, whenever the controller waits for any call; one at a time."""

@@ -157,3 +157,17 @@ def test_what_is_lost_with_its_node_is_told_from_other_errors(num_calls: int) ->
     assert isinstance(lost, ResultsLost) and lost.worker == "rank 0"
     other = ray.exceptions.RayTaskError("train", "traceback", ValueError(), "", 1, "127.0.0.1")
     assert not isinstance(reported("rank 0", other), ResultsLost)
+
+
+def test_a_result_that_is_lost_with_its_node_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call had ended before its node died: nothing else tells of it."""
+    session = Session(monkeypatch)
+
+    def get(ref: Any, **_: Any) -> None:
+        raise ray.exceptions.ObjectLostError(ref, "", "")
+
+    monkeypatch.setattr(calls.ray, "get", get)
+    returned: Any = "returned"
+    (outcome,) = session.outcomes({returned: "engine 1"})
+    assert isinstance(outcome, ResultsLost)
+    assert outcome.worker == "engine 1"
