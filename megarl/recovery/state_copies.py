@@ -198,7 +198,11 @@ class StateCopies:
         nodes: dict[Ref, int] = {}
         for rank in ranks:
             own = self._node_of(rank)
-            holders = generation.holders[rank.name]
+            # a keeper may have been lost since the generation was chosen
+            holders = generation.holders[rank.name] & self._keepers.keys()
+            if not holders:
+                problem = f"the copies of {rank.name} after step {generation.step} are lost"
+                raise WorkerFailed(problem, problem, rank.name)
             node = own if own in holders else min(holders)
             name = CopyName(rank.name, generation.step)
             call = self._keepers[node].call("give", name, rank.peer)
