@@ -289,7 +289,7 @@ def disturb(
     """A run that is hit until it ends, or nothing is left to hit it with: a result for each fault, and of its end."""
     run = Attack(folder, name, nodes)
     usual_s = usual_seconds(folder, "undisturbed")
-    leftovers = Leftovers(run.marker, nodes.folder if nodes else None)
+    leftovers = Leftovers(run.marker, *([nodes.has_for_run] if nodes else []))
     run.start()
     for index, fault in faults:
         rng = random.Random(f"victim {index}")

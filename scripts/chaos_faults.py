@@ -37,11 +37,6 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 MARKER = "MEGARL_CHAOS"  # in the environment of all processes of a run
 DISK_S = 20.0  # for which a disk is full, or does not answer
 _PIDFD_GETFD = 438
-_OF_WORKERS = (
-    "_Shell",
-    "forkserver",
-    "megarl.",
-)  # in the command lines of processes that Ray's nodes have for a run
 _LEFT_S = 20.0  # within which processes and files of a run that has ended are gone
 
 
@@ -201,10 +196,12 @@ class Disk:
 class Leftovers:
     """Processes and files that a run has left, though it has ended."""
 
-    def __init__(self, marker: str, nodes: str | None = None) -> None:
-        """marker: the value of MARKER in the run's processes. nodes: the folder of the Ray nodes that it joins."""
+    def __init__(
+        self, marker: str, is_on_node: Callable[[psutil.Process], bool] = lambda _: False
+    ) -> None:
+        """marker: the value of MARKER in the run's processes. is_on_node: whether a Ray node has a process for a run."""
         self._marker = marker
-        self._nodes = nodes
+        self._is_on_node = is_on_node
         self._before = _files()
 
     def found(self) -> list[str]:
@@ -225,11 +222,7 @@ class Leftovers:
         return left
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        environment = process.environ()
-        if self._nodes and environment.get("MEGARL_RAY_DIR") == self._nodes:
-            # Ray's own processes stay
-            return any(word in " ".join(process.cmdline()) for word in _OF_WORKERS)
-        return environment.get(MARKER) == self._marker
+        return process.environ().get(MARKER) == self._marker or self._is_on_node(process)
 
 
 def _files() -> set[str]:

@@ -21,6 +21,8 @@ NUM_NODES = 3
 # for how long a short fault cuts the network, by its share: from what nobody notices to more than the deadlines
 _SHORTEST_S, _LONGEST_S = 2.0, 20.0
 
+# in the command lines of processes that a node has for a run, and not for Ray
+_OF_RUN = ("_Shell", "forkserver", "megarl.")
 _FORWARDING = 3  # states of a bridge's port
 _DISABLED = 0
 
@@ -118,15 +120,20 @@ class Nodes:
     def __init__(self, nodes: RayNodes, network: Network) -> None:
         self._nodes = nodes
         self._network = network
-        self._hit = ""
+        self._hit = ""  # until it is renewed
         self._log: Path
         self._log_bytes = 0
         self._healing: threading.Timer | None = None
 
-    @property
-    def folder(self) -> str:
-        """Of the nodes' own files, by which their processes are known."""
-        return str(self._nodes.disk)
+    def has_for_run(self, process: psutil.Process) -> bool:
+        """Whether a process is a run's and not Ray's, on a node that a run can reach: not on one that was hit."""
+        if process.environ().get("MEGARL_RAY_DIR") != str(self._nodes.disk):
+            return False
+        try:
+            is_out_of_reach = self._nodes.address_of(process) == self._hit
+        except ValueError:
+            is_out_of_reach = False
+        return not is_out_of_reach and any(word in " ".join(process.cmdline()) for word in _OF_RUN)
 
     def _second(self, pids: Mapping[str, int]) -> tuple[str, int]:
         """The address of the node that the second rank is on, and its raylet.
@@ -163,12 +170,14 @@ class Nodes:
             self._healing = None
             is_spent = self._was_replaced() and not has_resumed
             if not (is_spent or self._nodes.has_ended(self._hit)):
+                self._hit = ""
                 return
         self._network.heal(self._hit)
         if self._hit in self._nodes.addresses:
             self._nodes.kill(self._hit)
         self._nodes.join(self._hit)
         self._nodes.wait_for(NUM_NODES)
+        self._hit = ""
 
     def _was_replaced(self) -> bool:
         """Whether the run has put the slots of the node that was hit on the spare one."""
