@@ -199,7 +199,7 @@ class Leftovers:
     def __init__(
         self, marker: str, is_on_node: Callable[[psutil.Process], bool] = lambda _: False
     ) -> None:
-        """marker: the value of MARKER in the run's processes. is_on_node: whether a Ray node has a process for a run."""
+        """marker: the value of MARKER in the run's processes. is_on_node: whether a node has a process for it."""
         self._marker = marker
         self._is_on_node = is_on_node
         self._before = _files()
