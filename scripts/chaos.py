@@ -208,7 +208,8 @@ def _watch(run: Attack, outcome: Outcome, log_size: int, stack: ExitStack) -> No
     target = outcome.step
     while True:
         passed_s = time.monotonic() - began
-        if passed_s > DISK_S:
+        is_broken = outcome.fault.role == "disk" and passed_s <= DISK_S
+        if not is_broken:
             stack.close()  # the disk is well again
         text = run.new_text(log_size)
         has_ended = not run.is_running and run.process.returncode != 0
@@ -221,7 +222,7 @@ def _watch(run: Attack, outcome: Outcome, log_size: int, stack: ExitStack) -> No
             outcome.cause = _last_line(run.new_text(log_size))
         elif steps >= target and outcome.detected_s is not None:
             outcome.outcome = "recovered"
-        elif steps > outcome.step or run.process.returncode == 0:
+        elif (steps > outcome.step and not is_broken) or run.process.returncode == 0:
             outcome.outcome = "unnoticed"
         elif passed_s > HUNG_S:
             outcome.outcome = "hung"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import psutil
@@ -35,7 +36,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "short network": ("second node",),
 }
 MARKER = "MEGARL_CHAOS"  # in the environment of all processes of a run
-DISK_S = 20.0  # for which a disk is full, or does not answer
+DISK_S = 8.0  # for which a disk is full, or does not answer
 _PIDFD_GETFD = 438
 _LEFT_S = 20.0  # within which processes and files of a run that has ended are gone
 
@@ -174,9 +175,8 @@ class Disk:
         """kind: full; slow: it answers nothing, and whoever asks it cannot even be killed."""
         if kind == "full":
             filler = self.path / "filler"
-            with suppress(OSError), filler.open("wb", buffering=0) as file:
-                while file.write(bytes(2**20)):
-                    pass
+            with filler.open("wb", buffering=0) as file:
+                self._take_all(file)
             try:
                 yield
             finally:
@@ -187,6 +187,16 @@ class Disk:
             yield
         finally:
             self._freeze("-u")
+
+    def _take_all(self, file: FileIO) -> None:
+        """At once, before the phase is over: most without writing it."""
+        disk = os.statvfs(self.path)
+        with suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, disk.f_bfree * disk.f_frsize)
+        file.seek(0, os.SEEK_END)
+        with suppress(OSError):
+            while file.write(bytes(2**16)):
+                pass
 
     def _freeze(self, option: str) -> None:
         enter = ["nsenter", f"--target={self._holder.pid}", "--mount"]

@@ -82,6 +82,22 @@ def test_processes_that_are_left_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/loop-control").exists(),
+    reason="it needs root and a loop device",
+)
+def test_a_disk_is_full_at_once_and_well_again_afterwards(tmp_path: Path) -> None:
+    disk = chaos_faults.Disk(tmp_path, 2**24)
+    try:
+        file = disk.path / "file"
+        with disk.broken("full"), pytest.raises(OSError, match="No space left"):
+            file.write_bytes(b"1")
+        file.write_bytes(b"2")
+        assert file.read_bytes() == b"2"
+    finally:
+        disk.close()
+
+
+@pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("bridge") is None, reason="it needs root and iproute2"
 )
 def test_what_is_sent_while_the_network_is_cut_comes_when_it_is_healed() -> None:
