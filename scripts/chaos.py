@@ -46,12 +46,11 @@ from chaos_faults import (
     Disk,
     Fault,
     Leftovers,
-    Nodes,
     Victims,
     drawn,
     hit,
-    ray_nodes,
 )
+from chaos_network import Nodes, ray_nodes
 from chaos_page import page
 from chaos_runs import PHASES, RUNS
 
@@ -148,7 +147,7 @@ class Attack:
             if fault.kind == "raise":
                 return self._let_raise(victims.name(fault.role))
             if self.nodes:
-                self.nodes.strike(fault, self.state()["pids"])
+                self.nodes.strike(fault, self.state()["pids"], self.log)
                 return True
             hit(fault.kind, rng.choice(victims.of(fault.role)))
         except (OSError, IndexError, ValueError, psutil.NoSuchProcess):
@@ -207,7 +206,8 @@ def _watch(run: Attack, outcome: Outcome, log_size: int, stack: ExitStack) -> No
     target = outcome.step
     while True:
         passed_s = time.monotonic() - began
-        if passed_s > DISK_S:
+        is_broken = outcome.fault.role == "disk" and passed_s <= DISK_S
+        if not is_broken:
             stack.close()  # the disk is well again
         text = run.new_text(log_size)
         has_ended = not run.is_running and run.process.returncode != 0
@@ -222,7 +222,7 @@ def _watch(run: Attack, outcome: Outcome, log_size: int, stack: ExitStack) -> No
             pass  # the run ends
         elif steps >= target and outcome.detected_s is not None:
             outcome.outcome = "recovered"
-        elif steps > outcome.step or run.process.returncode == 0:
+        elif (steps > outcome.step and not is_broken) or run.process.returncode == 0:
             outcome.outcome = "unnoticed"
         elif passed_s > HUNG_S:
             outcome.outcome = "hung"
@@ -290,7 +290,7 @@ def disturb(
     """A run that is hit until it ends, or nothing is left to hit it with: a result for each fault, and of its end."""
     run = Attack(folder, name, nodes)
     usual_s = usual_seconds(folder, UNDISTURBED)
-    leftovers = Leftovers(run.marker)
+    leftovers = Leftovers(run.marker, *([nodes.has_for_run] if nodes else []))
     numbers = []
     run.start()
     for index, fault in faults:
@@ -306,7 +306,7 @@ def disturb(
             outcome.lost_s = (outcome.ended_s or 0.0) + resumed_s(run, outcome.step)
             outcome.lost_s -= usual_s["step"]
         if nodes and outcome.outcome != "missed":
-            nodes.renew()
+            nodes.renew(has_resumed=outcome.outcome == "ended")
         yield {"index": index} | asdict(outcome)
         if not run.is_running or run.steps >= soak.STEPS - 2:
             break

@@ -10,13 +10,12 @@ import resource
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -33,9 +32,11 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "memory": (*PROCESSES, *WORKERS),
     "full": ("disk",),
     "slow": ("disk",),
+    "network": ("second node",),
+    "short network": ("second node",),
 }
 MARKER = "MEGARL_CHAOS"  # in the environment of all processes of a run
-DISK_S = 20.0  # for which a disk is full, or does not answer
+DISK_S = 8.0  # for which a disk is full, or does not answer
 _PIDFD_GETFD = 438
 _LEFT_S = 20.0  # within which processes and files of a run that has ended are gone
 
@@ -174,9 +175,8 @@ class Disk:
         """kind: full; slow: it answers nothing, and whoever asks it cannot even be killed."""
         if kind == "full":
             filler = self.path / "filler"
-            with suppress(OSError), filler.open("wb", buffering=0) as file:
-                while file.write(bytes(2**20)):
-                    pass
+            with filler.open("wb", buffering=0) as file:
+                self._take_all(file)
             try:
                 yield
             finally:
@@ -188,69 +188,30 @@ class Disk:
         finally:
             self._freeze("-u")
 
+    def _take_all(self, file: FileIO) -> None:
+        """At once, before the phase is over: most without writing it."""
+        disk = os.statvfs(self.path)
+        with suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, disk.f_bfree * disk.f_frsize)
+        file.seek(0, os.SEEK_END)
+        with suppress(OSError):
+            while file.write(bytes(2**16)):
+                pass
+
     def _freeze(self, option: str) -> None:
         enter = ["nsenter", f"--target={self._holder.pid}", "--mount"]
         subprocess.run([*enter, "fsfreeze", option, str(self._at)], check=True)
 
 
-class Nodes:
-    """Three Ray nodes of a slot each on this machine, of which a run has two, and one more to spare."""
-
-    ADDRESSES = tuple(f"127.0.0.{number}" for number in (2, 3, 4))
-
-    def __init__(self, nodes: Any) -> None:
-        """nodes: a `tests.ray_nodes.RayNodes`."""
-        self._nodes = nodes
-
-    def second(self, pids: Mapping[str, int]) -> tuple[str, int]:
-        """The address of the node that the second rank is on, and its raylet. Raises IndexError where it has none."""
-        rank = psutil.Process(pids.get("training rank 1", 0))
-        (raylet,) = [process for process in rank.parents() if process.name() == "raylet"]
-        above = {process.pid for process in raylet.parents()}
-        (address,) = [address for address, node in self._nodes._nodes.items() if node.pid in above]
-        return address, raylet.pid
-
-    def strike(self, fault: Fault, pids: Mapping[str, int]) -> None:
-        """Hit the second node, or its raylet alone."""
-        self._hit, raylet = self.second(pids)
-        if fault.role == "second node":
-            self._nodes.kill(self._hit)
-        else:
-            hit(fault.kind, raylet)
-
-    def renew(self) -> None:
-        """Start the node that was hit anew, from now on as the spare one."""
-        if self._hit in self._nodes._nodes:
-            self._nodes.kill(self._hit)
-        self._nodes.join(self._hit)
-        self._nodes.wait_for(len(self.ADDRESSES))
-
-
-@contextmanager
-def ray_nodes(folder: Path) -> Iterator[Nodes]:
-    """Nodes, which commands that are started meanwhile join."""
-    from tests.ray_nodes import RayNodes
-
-    before = dict(os.environ)
-    with (
-        tempfile.TemporaryDirectory(prefix="n-", dir="/tmp") as disk,
-        RayNodes(folder, Path(disk), gpus=1) as nodes,
-    ):
-        nodes.start(*Nodes.ADDRESSES)
-        os.environ.update(nodes.environment() | {"RAY_ADDRESS": nodes.address})
-        try:
-            yield Nodes(nodes)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-
-
 class Leftovers:
     """Processes and files that a run has left, though it has ended."""
 
-    def __init__(self, marker: str) -> None:
-        """marker: the value of MARKER in the run's processes."""
+    def __init__(
+        self, marker: str, is_on_node: Callable[[psutil.Process], bool] = lambda _: False
+    ) -> None:
+        """marker: the value of MARKER in the run's processes. is_on_node: whether a node has a process for it."""
         self._marker = marker
+        self._is_on_node = is_on_node
         self._before = _files()
 
     def found(self) -> list[str]:
@@ -266,10 +227,12 @@ class Leftovers:
         left = []
         for process in psutil.process_iter(["cmdline"]):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                is_ours = process.environ().get(MARKER) == self._marker
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                if self._is_ours(process) and process.status() != psutil.STATUS_ZOMBIE:
                     left.append(f"process {process.pid} {' '.join(process.info['cmdline'])[:80]}")
         return left
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        return process.environ().get(MARKER) == self._marker or self._is_on_node(process)
 
 
 def _files() -> set[str]:

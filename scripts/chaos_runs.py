@@ -77,6 +77,7 @@ QUICKSTART = [
     "checkpoint.every=1",
     "checkpoint.memory_copies=true",
 ]
+ON_NODES = ["placement.network=nodes", "placement.gpus_per_node=1", "placement.spare_nodes=1"]
 PHASES = ("start", "rollout", "train", "save", "reshard", "eval")
 ROLES = ("engine", "scheduler", "rank", "reward worker", "Ray worker", "raylet")
 
@@ -110,6 +111,6 @@ RUNS = {
     "disk": Kind([*SMALL, "checkpoint.may_fail=20"], ("disk",), PHASES[1:]),
     "quickstart": Kind(QUICKSTART, (*ROLES, "keeper")),
     "nodes": Kind(
-        [*SMALL, *COPIES, "placement.node_gpus=1", "placement.spare_nodes=1"], NODES, PHASES[1:]
+        [*SMALL, *COPIES, *ON_NODES], NODES, PHASES[1:]
     ),
 }  # fmt: skip

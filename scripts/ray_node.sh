@@ -95,6 +95,9 @@ export RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 # an engine takes several G
 # Above its threshold, 95 % of the host's memory, Ray kills the process that takes most: a training rank whose optimizer or
 # checkpoint lies there by plan, and the run with it.
 export RAY_memory_usage_threshold="${RAY_memory_usage_threshold:-0.99}"
+# Of a node whose network is cut Ray would know after a minute, in which whoever needs what is stored there waits; so after 25 s.
+export RAY_health_check_timeout_ms="${RAY_health_check_timeout_ms:-5000}" # of a check; there is one each 3 s
+export RAY_health_check_failure_threshold="${RAY_health_check_failure_threshold:-3}"
 gpus=$(num_gpus)
 ((gpus > 0)) || give_up "this node has no GPU: MEGARL_GPUS_PER_NODE says how many it is to give all the same"
 listed=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') || listed=0

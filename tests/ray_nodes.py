@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -27,11 +28,17 @@ def inherited(*prefixes: str) -> dict[str, str]:
 class RayNodes:
     """Nodes of simulated GPUs, the first of them the head of their cluster. Used by `with`."""
 
-    def __init__(self, folder: Path, disk: Path, gpus: int) -> None:
-        """folder: empty, for the token and the logs. disk: a short path, for what the nodes have of their own."""
+    def __init__(
+        self, folder: Path, disk: Path, gpus: int, namespaces: Mapping[str, str] | None = None
+    ) -> None:
+        """folder: empty, for the token and the logs. disk: a short path, for what the nodes have of their own.
+
+        namespaces: by address the file of the network namespace that a node is in, if it is not this process's.
+        """
         self.folder = folder
-        self._disk = disk
+        self.disk = disk
         self._gpus = gpus
+        self._namespaces = namespaces or {}
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.address = ""  # of the head, as RAY_ADDRESS
         self.token = folder / "token"
@@ -60,8 +67,10 @@ class RayNodes:
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "RAY_AUTH_MODE": "token",
             "MEGARL_GPUS_PER_NODE": str(self._gpus),
-            "MEGARL_RAY_DIR": str(self._disk),
+            "MEGARL_RAY_DIR": str(self.disk),
             "MEGARL_OBJECT_STORE_BYTES": str(2**27),
+            # results are stored on the nodes where they are made, as those of large models are
+            "RAY_max_direct_call_object_size": "1000",
             "OMP_NUM_THREADS": "1",
         }
 
@@ -86,12 +95,35 @@ class RayNodes:
         self._wait(lambda: self._num_started() == count)
 
     def kill(self, address: str) -> None:
-        """All processes of a node, as where its power fails; the raylet goes first, and so reports no other's end."""
+        """All processes of a node, as where its power fails; the raylet goes first, and so reports no other's end.
+
+        Its folder goes too, also that of a node that has ended by itself.
+        """
         node = self._nodes.pop(address)
         tree = _tree(node)
         tree.sort(key=lambda process: process.name() != "raylet")
         _kill(tree)
         node.wait()
+        for file in self.disk.glob("megarl-*/address"):
+            if file.read_text().strip() == address:
+                shutil.rmtree(file.parent)
+
+    def address_of(self, process: psutil.Process) -> str:
+        """Of the node that a process is on. Raises ValueError where it is on none."""
+        above = {parent.pid for parent in process.parents()}
+        for address, node in self._nodes.items():
+            if node.pid in above:
+                return address
+        raise ValueError(f"process {process.pid} is on no node")
+
+    def has_ended(self, address: str) -> bool:
+        """Whether a node has ended by itself."""
+        return self._nodes[address].poll() is not None
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the nodes that were not killed."""
+        return [*self._nodes]
 
     def log(self) -> str:
         return "\n".join(file.read_text() for file in self.folder.glob("*.log"))
@@ -100,6 +132,8 @@ class RayNodes:
         own = {"MEGARL_NODE_ADDRESS": address, "SLURMD_NODENAME": f"{address}.slurm"}
         variables = self.environment() | own | environment
         command = ["bash", str(ROOT / "scripts/ray_node.sh"), role, meets]
+        if namespace := self._namespaces.get(address):
+            command = ["nsenter", f"--net={namespace}", *command]
         with (self.folder / f"{address}.log").open("ab") as log:
             self._nodes[address] = subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdout=log, stderr=log
@@ -113,7 +147,7 @@ class RayNodes:
             time.sleep(_POLL_S)
 
     def _num_started(self) -> int:
-        logs = self._disk.glob("megarl-*/start.log")
+        logs = self.disk.glob("megarl-*/start.log")
         return sum("Ray runtime started." in log.read_text() for log in logs)
 
 

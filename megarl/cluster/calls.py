@@ -81,6 +81,10 @@ class Calls:
         """Whether a worker's node has died, or another one has its slots."""
         raise NotImplementedError
 
+    def _is_displaced(self, worker: Worker) -> bool:
+        """Whether another node has the worker's slot."""
+        raise NotImplementedError
+
     def _strategy(self, slot: int) -> object:
         """Where Ray starts the worker of a slot."""
         raise NotImplementedError
@@ -188,6 +192,10 @@ class Calls:
                 if self._quick_pulses.is_overdue(worker):
                     silence = self._silence_of(worker, self._quick_pulses)
                     self._lose(worker, WorkerFailed(silence, silence, worker.name))
+                elif self._is_displaced(worker):
+                    # its node seemed dead, or is at fault: what it shared memory with is elsewhere
+                    problem = f"{self._described(worker)} is on a node that was replaced"
+                    self._lose(worker, WorkerFailed(problem, problem, worker.name))
             elif worker in self._workers and self._pulses.silence_s(worker) >= self._timeout_s:
                 silence = self._silence_of(worker, self._pulses)
                 raise WorkerFailed(silence, silence, worker.name)
@@ -238,7 +246,7 @@ class Calls:
         return lost
 
     def outcomes(self, labels: Mapping[Ref, str]) -> list[Any]:
-        """In order the result of each call, or the exception by which its replaceable worker was lost.
+        """In order the result of each call, or the exception by which its replaceable worker or its result was lost.
 
         Raises as `gather` does for other failures.
         """
@@ -247,9 +255,14 @@ class Calls:
             for ref in self.await_any(pending, may_lose=True):
                 del pending[ref]
         lost = self.losses(labels)
-        return [
-            lost[ref] if ref in lost else ray.get(ref, timeout=self._timeout_s) for ref in labels
-        ]
+        return [lost.get(ref) or self._fetched(ref, name) for ref, name in labels.items()]
+
+    def _fetched(self, ref: Ref, name: str) -> Any:
+        """The result of a worker's call, or the exception by which it was lost with its node."""
+        try:
+            return ray.get(ref, timeout=self._timeout_s)
+        except ray.exceptions.RayError as error:
+            return reported(name, error)
 
     def begin_background(self, work: Background) -> None:
         """Let work go on from now on, whenever the controller waits for any call; one at a time."""

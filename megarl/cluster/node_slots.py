@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +28,9 @@ _PLACING_S = 60.0  # how long to wait for the GPUs of a running cluster
 _JOINING_S = 5.0  # the same for a node more, without which the run goes on
 _PROBE_S = 3.0  # how long a raylet may take to accept a connection
 _PROBES = 32  # at a time
+_SILENT_S = (
+    5.0  # for which a raylet that accepted none is not asked again: one loss asks several times
+)
 
 
 class NodesLost(Exception):
@@ -81,6 +86,8 @@ class NodeSlots:
         # in the order of the slots: sorted by address, until a spare node replaces one
         self.in_use: list[ReservedNode] = []
         self.died_before: list[ReservedNode] = []  # missing when the others were reserved
+        # by node id, when its raylet has not accepted a connection
+        self._silent_s: dict[str, float] = {}
 
     def reserve(self, gpus: int, num_spares: int = 0) -> None:
         """Take the nodes for so many slots, and spare ones; fewer of those where nodes have died.
@@ -187,13 +194,29 @@ class NodeSlots:
         if not self.in_use:
             return []
         taken = self._replaced | {node.node_id for node in self.in_use}
-        return _reachable(node for node in self._reserved() if node.node_id not in taken)
+        return self._reachable(node for node in self._reserved() if node.node_id not in taken)
 
     def dead(self) -> list[ReservedNode]:
         """The nodes with slots that Ray has lost, or whose raylet accepts no connection: Ray takes its time."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        well = _reachable(node for node in self.in_use if node.node_id in alive)
+        well = self._reachable(node for node in self.in_use if node.node_id in alive)
         return [node for node in self.in_use if node not in well]
+
+    def _reachable(self, nodes: Iterable[ReservedNode]) -> list[ReservedNode]:
+        """Those whose raylet accepts a connection, in order."""
+        silent_since_s = time.monotonic() - _SILENT_S
+        asked = [
+            node for node in nodes if self._silent_s.get(node.node_id, -math.inf) < silent_since_s
+        ]
+        with ThreadPoolExecutor(max_workers=_PROBES) as pool:
+            answers = list(pool.map(_answers, asked))
+        reached = []
+        for node, answered in zip(asked, answers, strict=True):
+            if answered:
+                reached.append(node)
+            else:
+                self._silent_s[node.node_id] = time.monotonic()
+        return reached
 
     def replace(self, address: str) -> ReservedNode:
         """Put the slots of a node on the first spare node, which is returned. Raises NodesLost where none is left.
@@ -204,17 +227,13 @@ class NodeSlots:
         spares = self.spares()
         if not spares:
             raise NodesLost(f"no spare node is left to replace {self.in_use[place]}")
-        self._replaced.add(self.in_use[place].node_id)
+        replaced = self.in_use[place]
+        self._replaced.add(replaced.node_id)
+        if replaced.own_group:
+            # Ray would move it to a node that joins, and hold that one for nothing
+            remove_placement_group(replaced.own_group)
         self.in_use[place] = spares[0]
         return spares[0]
-
-
-def _reachable(nodes: Iterable[ReservedNode]) -> list[ReservedNode]:
-    """Those whose raylet accepts a connection, in order."""
-    asked = list(nodes)
-    with ThreadPoolExecutor(max_workers=_PROBES) as pool:
-        answers = list(pool.map(_answers, asked))
-    return [node for node, answered in zip(asked, answers, strict=True) if answered]
 
 
 def _answers(node: ReservedNode) -> bool:

@@ -264,6 +264,9 @@ class Cluster(Calls):
         home = self._homes[worker]
         return home not in self._slots.in_use or home in self._slots.dead()
 
+    def _is_displaced(self, worker: Worker) -> bool:
+        return self._slots.node_of(worker.slot) != self._homes[worker]
+
     def put(self, value: object) -> Ref:
         self._check_servers()
         return ray.put(value)

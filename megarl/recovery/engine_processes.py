@@ -221,19 +221,16 @@ class EngineProcesses:
         if engine.state == "lost" or engine.worker is not worker:
             return
         self.num_lost += 1
-        name = engine.worker.name
-        self._cluster.loss_log.add(name, cause)
+        self._cluster.loss_log.add(engine.worker.name, cause)
+        refusal = self._refusal(engine, cause)
+        if refusal is None:
+            # first: the end of processes that do not answer takes seconds
+            self._say(f"{cause}; the engine is started anew")
         self._discard(engine)
         if self.weights:
             self.weights.abandon_copies(engine, str(cause))
-        if not (self._recipe.run.restarts and self._have_started):
-            raise cause
-        if not self._restarts.admit(engine.slot):
-            problem = (
-                f"{cause}; it was lost more than {self._recipe.run.restarts} times (run.restarts)"
-            )
-            raise WorkerFailed(problem, getattr(cause, "evidence", str(cause)), name)
-        self._say(f"{cause}; the engine is started anew")
+        if refusal:
+            raise refusal
         if self.have_memory or not engine.shares:
             self._start(engine)
 
@@ -244,6 +241,15 @@ class EngineProcesses:
                 self.lose(engine, engine.worker, cause)
                 return True
         return False
+
+    def _refusal(self, engine: EngineProcess, cause: Exception) -> Exception | None:
+        """Counts a loss; what ends the run where the engine may not be started anew."""
+        if not (self._recipe.run.restarts and self._have_started):
+            return cause
+        if self._restarts.admit(engine.slot):
+            return None
+        problem = f"{cause}; it was lost more than {self._recipe.run.restarts} times (run.restarts)"
+        return WorkerFailed(problem, getattr(cause, "evidence", str(cause)), engine.worker.name)
 
     def _discard(self, engine: EngineProcess) -> None:
         """End what is left of an engine's processes."""

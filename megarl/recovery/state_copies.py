@@ -198,7 +198,11 @@ class StateCopies:
         nodes: dict[Ref, int] = {}
         for rank in ranks:
             own = self._node_of(rank)
-            holders = generation.holders[rank.name]
+            # a keeper may have been lost since the generation was chosen
+            holders = generation.holders[rank.name] & self._keepers.keys()
+            if not holders:
+                problem = f"the copies of {rank.name} after step {generation.step} are lost"
+                raise WorkerFailed(problem, problem, rank.name)
             node = own if own in holders else min(holders)
             name = CopyName(rank.name, generation.step)
             call = self._keepers[node].call("give", name, rank.peer)
@@ -265,13 +269,13 @@ class StateCopies:
         """A keeper is lost, with its copies."""
         keeper = self._keepers.pop(node)
         self._cluster.loss_log.add(keeper.name, cause)
-        self._cluster.end(keeper)
         self._generations = [generation.without_node(node) for generation in self._generations]
         self._is_given_up = not self._restarts.admit(self._first_slots[node])
         if self._is_given_up:
             self._say(f"{cause}; no more copies of the ranks' states are made")
         else:
             self._say(f"{cause}; it is started anew, and its copies of the ranks' states are lost")
+        self._cluster.end(keeper)
 
     def _node_of(self, rank: Worker) -> int:
         """The last node that does not begin behind the rank's slot."""

@@ -25,6 +25,8 @@ class Session(Calls):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(timeout_s=600.0)
         monkeypatch.setattr(Calls, "_is_here", lambda *_: True)
+        monkeypatch.setattr(Calls, "_is_displaced", lambda _, worker: worker in self.displaced)
+        self.displaced: list[Any] = []
         self.errors: dict[str, Exception] = {}
         self.told: list[str] = []
         monkeypatch.setattr(calls, "failure", self.errors.get)
@@ -127,6 +129,15 @@ def test_calls_settle_where_an_owner_ends_the_others_with_a_worker_that_dies(
     assert len(session.told) == 1
 
 
+def test_a_worker_is_lost_whose_slot_is_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node seemed dead while another worker of it was started anew, and answers again."""
+    session = Session(monkeypatch)
+    session.displaced.append(session.add("rank 0", "watch 0", lambda: None))
+    session.add("rank 1", "watch 1", lambda: None)
+    session.settled("returned")
+    assert session.told == ["watch 0"]
+
+
 def test_workers_that_an_owner_has_ended_are_not_judged_by_their_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -171,3 +182,17 @@ def test_what_is_lost_with_its_node_is_told_from_other_errors(num_calls: int) ->
     assert isinstance(lost, ResultsLost) and lost.worker == "rank 0"
     other = ray.exceptions.RayTaskError("train", "traceback", ValueError(), "", 1, "127.0.0.1")
     assert not isinstance(reported("rank 0", other), ResultsLost)
+
+
+def test_a_result_that_is_lost_with_its_node_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call had ended before its node died: nothing else tells of it."""
+    session = Session(monkeypatch)
+
+    def get(ref: Any, **_: Any) -> None:
+        raise ray.exceptions.ObjectLostError(ref, "", "")
+
+    monkeypatch.setattr(calls.ray, "get", get)
+    returned: Any = "returned"
+    (outcome,) = session.outcomes({returned: "engine 1"})
+    assert isinstance(outcome, ResultsLost)
+    assert outcome.worker == "engine 1"

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.cluster import node_slots
+from megarl.cluster.node_slots import NodeSlots, ReservedNode
 from tests.ray_nodes import ROOT, RayNodes
-
-pytestmark = pytest.mark.slow
 
 FIRST, SECOND, THIRD, FOURTH = (f"127.0.0.{number}" for number in (2, 3, 4, 5))
 
@@ -99,6 +101,7 @@ def nodes(tmp_path: Path) -> Iterator[RayNodes]:
         yield three
 
 
+@pytest.mark.slow
 def test_nodes_die_are_replaced_and_join_later(nodes: RayNodes, tmp_path: Path) -> None:
     """A spare node takes the slots of one that died, or that lives and is at fault; one that comes back is spare then.
 
@@ -165,3 +168,48 @@ def test_nodes_die_are_replaced_and_join_later(nodes: RayNodes, tmp_path: Path) 
         f"{SECOND}.slurm\tfault\tit died (rank 1: its process died)",
         *[unstarted] * 2,
     ], "by the name that Slurm has for a node"
+
+
+def reserved(address: str) -> ReservedNode:
+    return ReservedNode(address, address, address, 0, 0)
+
+
+def test_the_group_of_a_node_that_was_added_ends_when_another_replaces_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray would move it to a node that joins later, which nobody could use then."""
+    group: Any = "group"
+    first, spare = reserved(FIRST), reserved(THIRD)
+    added = replace(reserved(SECOND), own_group=group)
+    slots = NodeSlots(node_gpus=1)
+    slots.in_use = [first, added]
+    removed: list[Any] = []
+    monkeypatch.setattr(slots, "spares", lambda: [spare])
+    monkeypatch.setattr(node_slots, "remove_placement_group", removed.append)
+
+    assert slots.replace(SECOND) == spare
+    assert removed == [group]
+    slots.replace(FIRST)
+    assert removed == [group]
+
+
+def test_a_node_that_does_not_answer_is_not_asked_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loss of each of its workers asks for it, and each time costs the seconds of a connection that is tried."""
+    slots = NodeSlots(node_gpus=1)
+    slots.in_use = [reserved(FIRST), reserved(SECOND)]
+    alive = [{"NodeID": address, "Alive": True} for address in (FIRST, SECOND)]
+    asked: list[str] = []
+
+    def answers(node: ReservedNode) -> bool:
+        asked.append(node.address)
+        return node.address == FIRST
+
+    monkeypatch.setattr(node_slots.ray, "nodes", lambda: alive)
+    monkeypatch.setattr(node_slots, "_answers", answers)
+    assert [slots.dead(), slots.dead()] == [[reserved(SECOND)]] * 2
+    assert asked.count(SECOND) == 1
+    monkeypatch.setattr(node_slots, "_SILENT_S", 0.0)
+    slots.dead()
+    assert asked.count(SECOND) == 2

@@ -80,6 +80,27 @@ def test_a_keeper_that_dies_while_the_second_copies_are_made_holds_none(
     assert copies.newest.holders == {"rank 0": frozenset({0}), "rank 1": frozenset({0})}
 
 
+def test_nobody_is_sent_to_a_keeper_that_dies_while_new_ranks_are_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The generation was chosen before. The other keeper has all of it, and without that one it is lost."""
+    monkeypatch.setattr(state_copies, "failure", lambda _: None)
+    session: Any = Session()
+    copies = StateCopies(session, [0, 1], Restarts(9, 1e9), lambda _: None, timeout_s=600.0)
+    ranks: Any = [SimpleNamespace(name=f"rank {slot}", slot=slot, peer=None) for slot in (0, 1)]
+    copies.begin(1, 1, ranks)
+    copies.settle()
+    copies._settle_second()
+    chosen = copies.newest
+    assert chosen
+    dead = WorkerFailed("keeper: its process died", "traceback")
+    session.on_loss[1](dead)
+    copies.restore(chosen, ranks)
+    session.on_loss[0](dead)
+    with pytest.raises(WorkerFailed, match="the copies of rank 0 after step 1 are lost"):
+        copies.restore(chosen, ranks)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     root = Path(__file__).parents[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,8 +14,17 @@ from typing import Any
 import psutil
 import pytest
 
-from scripts import chaos, chaos_faults
+from scripts import chaos, chaos_faults, chaos_network
 from scripts.chaos_page import page
+
+_ECHO = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 0))
+print(listener.getsockname()[1], flush=True)
+accepted, _ = listener.accept()
+while received := accepted.recv(1):
+    accepted.sendall(received)
+"""
 
 
 def test_a_fault_is_the_same_whichever_command_draws_it() -> None:
@@ -68,6 +79,51 @@ def test_processes_that_are_left_are_named(tmp_path: Path) -> None:
     psutil.Process(process.pid).send_signal(signal.SIGKILL)
     process.wait()
     assert leftovers._processes() == []
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/loop-control").exists(),
+    reason="it needs root and a loop device",
+)
+def test_a_disk_is_full_at_once_and_well_again_afterwards(tmp_path: Path) -> None:
+    disk = chaos_faults.Disk(tmp_path, 2**24)
+    try:
+        file = disk.path / "file"
+        with disk.broken("full"), pytest.raises(OSError, match="No space left"):
+            file.write_bytes(b"1")
+        file.write_bytes(b"2")
+        assert file.read_bytes() == b"2"
+    finally:
+        disk.close()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("bridge") is None, reason="it needs root and iproute2"
+)
+def test_what_is_sent_while_the_network_is_cut_comes_when_it_is_healed() -> None:
+    """No connection is reset, none is refused, and nothing of the network is left."""
+    before = {*psutil.net_if_addrs(), *_namespaces()}
+    with chaos_network.Network(2) as network:
+        _, address = network.addresses
+        command = ["nsenter", f"--net={network.namespaces[address]}", sys.executable, "-c", _ECHO]
+        with subprocess.Popen([*command, address], stdout=subprocess.PIPE, text=True) as echo:
+            assert echo.stdout
+            port = int(echo.stdout.readline())
+            with socket.create_connection((address, port), timeout=60.0) as connection:
+                connection.sendall(b"1")
+                assert connection.recv(1) == b"1"
+                network.cut(address)
+                connection.sendall(b"2")
+                with pytest.raises(TimeoutError):
+                    socket.create_connection((address, port), timeout=0.1)
+                network.heal(address)
+                assert connection.recv(1) == b"2"
+    assert {*psutil.net_if_addrs(), *_namespaces()} == before
+
+
+def _namespaces() -> list[str]:
+    folder = "/run/netns"
+    return os.listdir(folder) if os.path.exists(folder) else []
 
 
 def _result(outcome: str, ended_s: float, **more: Any) -> dict[str, Any]:

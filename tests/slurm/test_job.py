@@ -132,7 +132,8 @@ def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
     } <= set(head["argv"])
     variables = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
     assert int(next(arg for arg in head["argv"] if "--object-store" in arg).split("=")[1]) <= 2**35
-    variables |= {"RAY_memory_usage_threshold": "0.99"}
+    variables |= {"RAY_memory_usage_threshold": "0.99", "RAY_health_check_timeout_ms": "5000"}
+    variables |= {"RAY_health_check_failure_threshold": "3"}
     assert (variables | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}).items() <= head[
         "env"
     ].items()
