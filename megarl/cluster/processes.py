@@ -20,7 +20,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 5.0
 _LONGEST_LOOK_S = 2.0
 _AGENT = "Agent"  # RuntimeEnvAgent, DashboardAgent
-_REMEDY = "start the command again, a run with --resume"
+REMEDY = "start the command again, a run with --resume"
 
 _terminated = threading.Event()
 _end_wanted = threading.Event()
@@ -178,8 +178,12 @@ class RayServers:
         self._await_end(0)
         if not self._stopped_s.keys().isdisjoint(self._ended.values()):
             descriptor, first = next(iter(self._ended.items()))
-            how = _how(descriptor) if first in self._stopped_s else "has ended, and with it its raylet"
-            return f"Ray's {self._names[first]} {how}; {_REMEDY}"
+            how = (
+                _how(descriptor)
+                if first in self._stopped_s
+                else "has ended, and with it its raylet"
+            )
+            return f"Ray's {self._names[first]} {how}; {REMEDY}"
         now = time.monotonic()
         passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)
         self._looked_at = now

@@ -59,6 +59,7 @@ def supervised(run: Callable[[], int], last_word: Callable[[object], None]) -> i
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     command = os.fork()
     if command == 0:
+        os.close(reading)
         die_with(supervisor)
         os.setpgid(0, 0)  # a Ctrl-C reaches it once, by its supervisor
         for number in _TERMINAL:
@@ -133,10 +134,10 @@ class _Supervisor:
         code = os.waitstatus_to_exitcode(status)
         name = f"the command's own process (pid {self._command})"
         if code < 0:
-            return f"{name} was killed by {signal.Signals(-code).name}"
+            return f"{name} was killed by {signal.Signals(-code).name}; {processes.REMEDY}"
         error = self._servers and self._servers.await_error(_RAYLET_ENDS_S)
         if not error:
-            return f"{name} ended with exit code {code} and said nothing: a library has ended it"
+            return f"a library has ended {name} with exit code {code}; {processes.REMEDY}"
         if self._node:
             with suppress(OSError):
                 report(self._node, "fault", f"it died ({error})")

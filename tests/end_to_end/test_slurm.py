@@ -110,11 +110,13 @@ class Job:
         return processes_with("MEGARL_JOBS", str(self.jobs))
 
     def driver(self) -> psutil.Process:
-        return next(
+        """The command, whose supervisor has the same line."""
+        *_, command = [
             process
             for process in self.processes()
             if "megarl train recipes/quickstart.yaml" in line_of(process)
-        )
+        ]
+        return command
 
     def on_node(self, address: str) -> list[psutil.Process]:
         """What runs there as a step; the first node has the job's script and its children beside it."""
