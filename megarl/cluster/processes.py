@@ -166,7 +166,7 @@ class RayServers:
         self._stopped_s = dict.fromkeys(servers, 0.0)
         self._names = {process: _name(process) for process in (*servers, *agents)}
         self._running = {os.pidfd_open(process.pid): process for process in self._names}
-        # in the order in which they have; those since the last look in that of the line above
+        # in the order in which they did; those of the same look in the order of the line above
         self._ended: dict[int, psutil.Process] = {}
 
     def descriptors(self) -> list[int]:
@@ -178,11 +178,8 @@ class RayServers:
         self._await_end(0)
         if not self._stopped_s.keys().isdisjoint(self._ended.values()):
             descriptor, first = next(iter(self._ended.items()))
-            how = (
-                _how(descriptor)
-                if first in self._stopped_s
-                else "has ended, and with it its raylet"
-            )
+            is_agent = first not in self._stopped_s
+            how = "has ended, and with it its raylet" if is_agent else _how(descriptor)
             return f"Ray's {self._names[first]} {how}; {REMEDY}"
         now = time.monotonic()
         passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)

@@ -93,6 +93,7 @@ class Cluster(Calls):
             signal.signal(signal.SIGTERM, on_sigterm)
             socket = _raylet_socket()
             self._servers = processes.RayServers(socket, self._timeout_s)
+            note_session(socket)
             self._take_slots()
             note_session(socket, next((node.name for node in self._own_nodes()), None))
         except BaseException:
@@ -288,7 +289,7 @@ class Cluster(Calls):
             self._owners.clear()
             ray.shutdown()
             if self._servers:
-                note_session("", None)
+                note_session("")
                 self._servers.close()
                 self._servers = None
             processes.kill_descendants(spare=self._not_ours)

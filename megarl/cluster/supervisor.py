@@ -13,6 +13,7 @@ import select
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 
 import psutil
 
@@ -30,8 +31,8 @@ _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 _to_supervisor: int | None = None  # a pipe, in a process that has a supervisor
 
 
-def note_session(raylet_socket: str, node: str | None) -> None:
-    """Tell the supervisor, if there is one, whose end may end this process: the servers of Ray that it depends on.
+def note_session(raylet_socket: str, node: str | None = None) -> None:
+    """Tell the supervisor, if there is one, which servers of Ray may end this process by their own end.
 
     raylet_socket: "" when the session ends. node: the name of this process's own node, if it can be excluded.
     """
@@ -70,20 +71,27 @@ def supervised(run: Callable[[], int], last_word: Callable[[object], None]) -> i
         _tell({"code": code})
         return code
     os.close(writing)
+    pidfd = os.pidfd_open(command)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, number)
+
     for number in _SIGNALS:
         if callable(signal.getsignal(number)):
-            signal.signal(number, lambda number, _: os.kill(command, number))
+            signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    return _Supervisor(command, reading).await_end(last_word)
+    return _Supervisor(command, pidfd, reading).await_end(last_word)
 
 
 class _Supervisor:
     """Waits for a command, and for the servers of Ray that it depends on."""
 
-    def __init__(self, command: int, reading: int) -> None:
+    def __init__(self, command: int, pidfd: int, reading: int) -> None:
+        """command: its process id. reading: the end of a pipe by which it tells what `_hear` takes."""
         self._command = command
+        self._pidfd = pidfd
         self._reading = reading
-        self._pidfd = os.pidfd_open(command)
         self._code: int | None = None
         self._servers: processes.RayServers | None = None
         self._node: str | None = None
@@ -94,7 +102,7 @@ class _Supervisor:
         """The exit code of the command; if it could not say why it ends, this is done here."""
         while not self._has_ended():
             if self._servers:
-                self._servers.error()  # in which order they end
+                self._servers.error()  # it notes which of them ends first
             self._pids |= {child.pid for child in psutil.Process().children(recursive=True)}
         if self._code is not None:
             os.waitpid(self._command, 0)

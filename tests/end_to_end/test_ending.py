@@ -104,7 +104,8 @@ def _check_sockets(command) -> None:
 def _own_pids(command) -> list[int]:
     """Of the command, and of its supervisor above it."""
     supervisor = psutil.Process(command.process.pid)
-    return [process.pid for process in (supervisor, *supervisor.children())]
+    (below,) = supervisor.children()
+    return [supervisor.pid, below.pid]
 
 
 def _check_secrets(command) -> None:
