@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import signal
@@ -19,6 +20,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 5.0
 _LONGEST_LOOK_S = 2.0
+_SAME_SIGNAL_S = 1.0
 _AGENT = "Agent"  # RuntimeEnvAgent, DashboardAgent
 REMEDY = "start the command again, a run with --resume"
 
@@ -29,12 +31,18 @@ _end_wanted = threading.Event()
 def raise_on_sigterm() -> None:
     """Turn SIGTERM (Slurm, `kill`) into KeyboardInterrupt, so that a run ends through its `with` blocks.
 
-    Ray's waits let no other exception through.
+    Ray's waits let no other exception through. The same SIGTERM comes twice where a scheduler sends it to all processes
+    of a job, of which this one's supervisor passes it on.
     """
+    last_s = -math.inf
 
     def handler(signum: int, frame: FrameType | None) -> None:
+        nonlocal last_s
         _terminated.set()
-        raise KeyboardInterrupt
+        is_the_same = time.monotonic() - last_s < _SAME_SIGNAL_S
+        last_s = time.monotonic()
+        if not is_the_same:
+            raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, handler)
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.leftovers import gone
@@ -99,11 +100,18 @@ def test_an_end_from_outside_python_is_told_and_leaves_nothing(
     assert not folder.exists()
 
 
+def _terminate_all(pid: int) -> None:
+    """As a scheduler does it."""
+    supervisor = psutil.Process(pid)
+    for process in (supervisor, *supervisor.children()):
+        process.terminate()
+
+
 @pytest.mark.parametrize(
     ("send", "code", "words"),
     [
         (lambda pid: os.killpg(pid, signal.SIGINT), 130, "interrupted\n"),
-        (lambda pid: os.kill(pid, signal.SIGTERM), 130, "interrupted\n"),
+        (_terminate_all, 130, "interrupted\n"),
         (lambda pid: os.kill(pid, signal.SIGUSR1), 75, ""),
     ],
     ids=["Ctrl-C", "SIGTERM", "SIGUSR1"],

@@ -110,13 +110,14 @@ class Job:
         return processes_with("MEGARL_JOBS", str(self.jobs))
 
     def driver(self) -> psutil.Process:
-        """The command, whose supervisor has the same line."""
-        *_, command = [
+        """The process below its supervisor, which has the same command line."""
+        supervisor = next(
             process
             for process in self.processes()
             if "megarl train recipes/quickstart.yaml" in line_of(process)
-        ]
-        return command
+        )
+        (driver,) = supervisor.children()
+        return driver
 
     def on_node(self, address: str) -> list[psutil.Process]:
         """What runs there as a step; the first node has the job's script and its children beside it."""
