@@ -22,6 +22,7 @@ from typing import Annotated
 from typer import Argument, Option, Typer
 
 from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
+from megarl.cluster.supervisor import supervised
 from megarl.collector import collector_paused
 from megarl.commands.output import (
     check_picture,
@@ -102,13 +103,14 @@ def train(
     """Run a recipe; everything it makes lies in run.dir/run.name."""
     run: Callable[[Recipe], None]
     if dry_run:
-        run = partial(_dry_run, other="--resume" if resume else from_samples)
-    elif from_samples:  # that writes no checkpoints
+        other = "--resume" if resume else from_samples
+        sys.exit(_outcome(recipe, overrides, partial(_dry_run, other=other)))
+    if from_samples:  # that writes no checkpoints
         run = partial(_train_from, samples=from_samples, resume=resume)
     else:
         note_sigusr1()
         run = partial(_train, resume=resume)
-    sys.exit(_outcome(recipe, overrides, run))
+    sys.exit(_outcome_with_ray(recipe, overrides, run))
 
 
 @app.command()
@@ -124,7 +126,7 @@ def rollout(
     """Sample and score a recipe's prompts into a file, and train nothing."""
     if steps is not None:
         overrides = [*(overrides or []), f"run.steps={steps}"]
-    sys.exit(_outcome(recipe, overrides, partial(_rollout, out=out)))
+    sys.exit(_outcome_with_ray(recipe, overrides, partial(_rollout, out=out)))
 
 
 @app.command()
@@ -205,7 +207,7 @@ def convert(
 
         convert_run(recipe, run, out, step, show, fp8=fp8, adapter=adapter)
 
-    sys.exit(_outcome(run / "recipe.yaml", overrides, write))
+    sys.exit(_outcome_with_ray(run / "recipe.yaml", overrides, write))
 
 
 @app.command()
@@ -353,12 +355,19 @@ def doctor(
         say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
-    sys.exit(_ended(run))
+    sys.exit(supervised(partial(_ended, run), last_word))
 
 
 def _outcome(path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]) -> int:
     """Load a recipe and run; the exit code."""
     return _ended(lambda: run(load_recipe(path, overrides or [])))
+
+
+def _outcome_with_ray(
+    path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]
+) -> int:
+    """The same in a child process, which Ray may end."""
+    return supervised(partial(_outcome, path, overrides, run), last_word)
 
 
 def _ended(run: Callable[[], int | None]) -> int:

@@ -125,6 +125,15 @@ class RayNodes:
         """Of the nodes that were not killed."""
         return [*self._nodes]
 
+    def kill_agent(self, address: str) -> None:
+        """One of the agents of its raylet, which ends with it."""
+        tree = _tree(self._nodes[address])
+        _kill([process for process in tree if "RuntimeEnvAgent" in process.name()])
+
+    def is_running(self, address: str) -> bool:
+        tree = _tree(self._nodes[address])
+        return "raylet" in [process.name() for process in tree]
+
     def log(self) -> str:
         return "\n".join(file.read_text() for file in self.folder.glob("*.log"))
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megarl.cluster.node_slots import ReservedNode
 from megarl.printable import Say, one_line
+
+if TYPE_CHECKING:  # it imports Ray
+    from megarl.cluster.node_slots import ReservedNode
 
 Kind = Literal["fault", "suspicion"]
 REPORT_VARIABLE = "MEGARL_BAD_NODES"
@@ -42,6 +44,13 @@ def hardware_error(text: str) -> str | None:
     return None
 
 
+def report(node: str, kind: Kind, reason: str) -> None:
+    """Write a line of the file that MEGARL_BAD_NODES names, if it names one. node: its name. Raises OSError."""
+    if file := os.environ.get(REPORT_VARIABLE):
+        with Path(file).open("a", encoding="utf-8") as lines:
+            lines.write(f"{node}\t{kind}\t{one_line(reason)}\n")
+
+
 class NodeFaults:
     """What the nodes of a run are blamed for. Each is a line of the file that MEGARL_BAD_NODES names, if it names one.
 
@@ -51,8 +60,6 @@ class NodeFaults:
     def __init__(self, say: Say) -> None:
         """say: prints a line for the user."""
         self._say = say
-        file = os.environ.get(REPORT_VARIABLE)
-        self._file = Path(file) if file else None
         self._faulty: set[str] = set()  # ids of nodes
         self._suspicions: Counter[str] = Counter()
 
@@ -65,14 +72,11 @@ class NodeFaults:
         else:
             self._suspicions[node.node_id] += 1
         self._say(f"node {node}: {reason}")
-        if self._file is None:
-            return
         try:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(f"{node.name}\t{kind}\t{one_line(reason)}\n")
+            report(node.name, kind, reason)
         except OSError as error:
             self._say(
-                f"{self._file} cannot be written ({error.strerror}): the job does not exclude the node"
+                f"{error.filename} cannot be written ({error.strerror}): the job does not exclude the node"
             )
 
     def is_bad(self, node: ReservedNode) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import signal
@@ -19,6 +20,9 @@ SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 5.0
 _LONGEST_LOOK_S = 2.0
+_SAME_SIGNAL_S = 1.0
+_AGENT = "Agent"  # RuntimeEnvAgent, DashboardAgent
+REMEDY = "start the command again, a run with --resume"
 
 _terminated = threading.Event()
 _end_wanted = threading.Event()
@@ -27,12 +31,18 @@ _end_wanted = threading.Event()
 def raise_on_sigterm() -> None:
     """Turn SIGTERM (Slurm, `kill`) into KeyboardInterrupt, so that a run ends through its `with` blocks.
 
-    Ray's waits let no other exception through.
+    Ray's waits let no other exception through. The same SIGTERM comes twice where a scheduler sends it to all processes
+    of a job, of which this one's supervisor passes it on.
     """
+    last_s = -math.inf
 
     def handler(signum: int, frame: FrameType | None) -> None:
+        nonlocal last_s
         _terminated.set()
-        raise KeyboardInterrupt
+        is_the_same = time.monotonic() - last_s < _SAME_SIGNAL_S
+        last_s = time.monotonic()
+        if not is_the_same:
+            raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, handler)
 
@@ -151,7 +161,8 @@ def interrupts_ignored() -> Iterator[None]:
 class RayServers:
     """The raylet of a socket, and the gcs_server of its session where it runs on this machine too.
 
-    When one of them dies, Ray itself reports it only after a minute, or ends this process.
+    When one of them dies, Ray itself reports it only after a minute, or ends this process. A raylet ends by itself when
+    one of its agents has.
     """
 
     def __init__(self, raylet_socket: str, timeout_s: float) -> None:
@@ -159,34 +170,54 @@ class RayServers:
         self._timeout_s = timeout_s
         self._looked_at = time.monotonic()
         servers = _servers(raylet_socket)
+        agents = [agent for server in servers for agent in _agents(server)]
         self._stopped_s = dict.fromkeys(servers, 0.0)
-        self._descriptors = {os.pidfd_open(process.pid): process for process in servers}
-        self._poll = select.poll()
-        for descriptor in self._descriptors:
-            self._poll.register(descriptor, select.POLLIN)
+        self._names = {process: _name(process) for process in (*servers, *agents)}
+        self._running = {os.pidfd_open(process.pid): process for process in self._names}
+        # in the order in which they did; those of the same look in the order of the line above
+        self._ended: dict[int, psutil.Process] = {}
+
+    def descriptors(self) -> list[int]:
+        """Of the processes that have not ended yet; each can be read from when its process does."""
+        return [*self._running]
 
     def error(self) -> str | None:
         """A description of the server that has died, or was stopped for too long; None when all are well."""
-        for descriptor, _ in self._poll.poll(0):
-            return f"Ray's {_name(self._descriptors[descriptor])} {_how(descriptor)}"
+        self._await_end(0)
+        if not self._stopped_s.keys().isdisjoint(self._ended.values()):
+            descriptor, first = next(iter(self._ended.items()))
+            is_agent = first not in self._stopped_s
+            how = "has ended, and with it its raylet" if is_agent else _how(descriptor)
+            return f"Ray's {self._names[first]} {how}; {REMEDY}"
         now = time.monotonic()
         passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)
         self._looked_at = now
         for process, before_s in self._stopped_s.items():
             self._stopped_s[process] = before_s + passed_s if is_stopped(process.pid) else 0.0
             if self._stopped_s[process] >= self._timeout_s:
-                return f"Ray's {_name(process)} has stood still for {self._timeout_s:g} s: a signal stopped it"
+                return f"Ray's {self._names[process]} has stood still for {self._timeout_s:g} s: a signal stopped it"
         return None
+
+    def _await_end(self, timeout_s: float) -> None:
+        """Wait until another process ends, at most so long, and note all that have ended."""
+        poll = select.poll()
+        for descriptor in self._running:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(1000 * timeout_s):
+            self._ended[descriptor] = self._running.pop(descriptor)
 
     def await_error(self, timeout_s: float) -> str | None:
         """The same, as soon as a server has died, which is known to come; None where it does not in this time."""
-        self._poll.poll(1000 * timeout_s)
-        return self.error()
+        until = time.monotonic() + timeout_s
+        while not (error := self.error()) and (left_s := until - time.monotonic()) > 0:
+            self._await_end(left_s)
+        return error
 
     def close(self) -> None:
-        for descriptor in self._descriptors:
+        for descriptor in (*self._running, *self._ended):
             os.close(descriptor)
-        self._descriptors.clear()
+        self._running.clear()
+        self._ended.clear()
 
 
 def _servers(raylet_socket: str) -> list[psutil.Process]:
@@ -195,15 +226,22 @@ def _servers(raylet_socket: str) -> list[psutil.Process]:
         "raylet": f"--raylet_socket_name={raylet_socket}",
         "gcs_server": f"--session-name={session}",
     }
-    return [
+    servers = [
         process
         for process in psutil.process_iter(["name", "cmdline"])
         if arguments_by_name.get(process.info["name"]) in (process.info["cmdline"] or ())
     ]
+    # where both have ended, the raylet was probably the first
+    return sorted(servers, key=lambda server: server.info["name"] != "raylet")
+
+
+def _agents(server: psutil.Process) -> list[psutil.Process]:
+    """The agents of a raylet."""
+    return [process for process in server.children() if _AGENT in process.name()]
 
 
 def _name(process: psutil.Process) -> str:
-    return f"{process.info['name']} (pid {process.pid})"
+    return f"{process.name().removeprefix('ray::')} (pid {process.pid})"
 
 
 def _how(descriptor: int) -> str:

@@ -19,17 +19,19 @@ from megarl.cluster.calls import Calls, OnLoss, WorkerFailed
 from megarl.cluster.local_ray import start_ray
 from megarl.cluster.node_faults import NodeFaults, hardware_error
 from megarl.cluster.node_slots import NodesLost, NodeSlots, ReservedNode
-from megarl.cluster.session_folder import SessionFolder, remove_dead
+from megarl.cluster.session_folder import (
+    SESSION_PARENT,
+    SESSION_PREFIX,
+    SessionFolder,
+    remove_dead,
+)
+from megarl.cluster.supervisor import note_session
 from megarl.cluster.topology import DevicePlacement
 from megarl.config import PlacementConfig, Recipe
 from megarl.device import is_loopback
 from megarl.printable import Say, first_line
 from megarl.types import UserError
 from megarl.types.losses import Losses
-
-# of the session's folder; not TMPDIR: a Unix socket's path has at most 107 bytes
-_PREFIX = "megarl-"
-_PARENT = "/tmp"
 
 
 class Cluster(Calls):
@@ -81,10 +83,10 @@ class Cluster(Calls):
     def __enter__(self) -> Cluster:
         processes.adopt_orphans()
         self._not_ours = {process.pid for process in processes.descendants()}
-        if count := remove_dead(_PREFIX, _PARENT):
+        if count := remove_dead(SESSION_PREFIX, SESSION_PARENT):
             folders = "folder" if count == 1 else "folders"
             self._say(f"removed {count} temporary {folders} of sessions that were killed")
-        self._folder = SessionFolder(_PREFIX, _PARENT)
+        self._folder = SessionFolder(SESSION_PREFIX, SESSION_PARENT)
         self._tmpdir = os.environ.get("TMPDIR")
         # the files of a killed worker are removed with the session
         os.environ["TMPDIR"] = str(self._folder.path)
@@ -93,8 +95,11 @@ class Cluster(Calls):
             self._join() if self._joins else self._begin()
             # Ray's own handler would end this process without cleaning up
             signal.signal(signal.SIGTERM, on_sigterm)
-            self._servers = processes.RayServers(_raylet_socket(), self._timeout_s)
+            socket = _raylet_socket()
+            self._servers = processes.RayServers(socket, self._timeout_s)
+            note_session(socket)
             self._take_slots()
+            note_session(socket, next((node.name for node in self._own_nodes()), None))
         except BaseException:
             self.close()
             raise
@@ -178,8 +183,12 @@ class Cluster(Calls):
     def _dead(self) -> list[ReservedNode]:
         """The nodes with slots that have died; this process's own where a server of its Ray has: Ray is mute then."""
         if self._servers and self._servers.error():
-            return [node for node in self._slots.in_use if node.address == self.host]
+            return self._own_nodes()
         return self._slots.dead()
+
+    def _own_nodes(self) -> list[ReservedNode]:
+        """This process's own, if it is joined and has slots."""
+        return [node for node in self._slots.in_use if self._joins and node.address == self.host]
 
     def _has_never_started(self, worker: Worker) -> bool:
         """Whether the worker's process died before it answered a heartbeat, and is not known for that yet."""
@@ -287,6 +296,7 @@ class Cluster(Calls):
             self._owners.clear()
             ray.shutdown()
             if self._servers:
+                note_session("")
                 self._servers.close()
                 self._servers = None
             processes.kill_descendants(spare=self._not_ours)

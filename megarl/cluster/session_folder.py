@@ -11,6 +11,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+# of a Ray session's folder; not TMPDIR: a Unix socket's path has at most 107 bytes
+SESSION_PREFIX = "megarl-"
+SESSION_PARENT = "/tmp"
 _LOCK = "megarl.lock"
 _ATTEMPTS = 10  # another start can take a folder for a dead one before it is locked
 _SUFFIX = "[a-z0-9_]{8}"  # what tempfile appends to a prefix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ _RUN = """
 import sys, time
 from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.ray_session import Cluster
+from megarl.cluster.supervisor import supervised
 
 def tell(*words):
     print("run:", *words, flush=True)
@@ -42,52 +44,65 @@ def start(cluster, name, slot):
     tell(name, "slot", slot, placed.address)
     return worker
 
-with Cluster(2, node_gpus=1, spare_nodes=1) as cluster:
-    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
-    first = start(cluster, "rank 0", 0)
-    start(cluster, "rank 1", 1)
-    second = cluster.nodes[1]
-    wait_for("kill " + second)
-    began = time.monotonic()
-    try:
-        cluster.gather({first.call("hang"): "rank 0"})
-    except WorkerFailed as failed:
-        tell("failed", failed)
-        tell("faulty", *cluster.faulty_nodes(failed), "dead", *dead(cluster))
-        tell("seconds", time.monotonic() - began)
-    tell("replaced by", cluster.replace_node(second))
-    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
-    start(cluster, "rank 1 again", 1)
-    try:
-        cluster.replace_node(cluster.nodes[1])
-    except WorkerFailed as failed:
-        tell("refused", failed)
-    wait_for("start " + second)
-    while not cluster.spare_nodes:
-        time.sleep(0.1)
-    tell("replaced by", cluster.replace_node(cluster.nodes[1]))
-    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
-    start(cluster, "rank 1 once more", 1)
-    tell("slots", cluster.extend_slots(4))
-    wait_for("start 127.0.0.5")
-    while cluster.extend_slots(3) < 3:
-        time.sleep(0.1)
-    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "slots", cluster.extend_slots(4))
-    worker = start(cluster, "engine", 2)
-    cluster.end(worker)
-    cluster.shrink_slots(2)
-    tell("nodes", *cluster.nodes)
-    tell("slots", cluster.extend_slots(3))
-    cluster.shrink_slots(1)
-    tell("nodes", *cluster.nodes)
-    for _ in range(2):  # two processes that end before they are up
-        ghost = cluster.worker("ghost", 0)
-        ghost.kill()
+def run():
+    with Cluster(2, node_gpus=1, spare_nodes=1) as cluster:
+        tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
+        first = start(cluster, "rank 0", 0)
+        start(cluster, "rank 1", 1)
+        second = cluster.nodes[1]
+        wait_for("kill " + second)
+        began = time.monotonic()
         try:
-            cluster.gather({ghost.call("hang"): "ghost"}, among=[ghost])
+            cluster.gather({first.call("hang"): "rank 0"})
         except WorkerFailed as failed:
-            tell("faulty", *cluster.faulty_nodes(failed))
-            tell("faulty still", *cluster.faulty_nodes(failed))
+            tell("failed", failed)
+            tell("faulty", *cluster.faulty_nodes(failed), "dead", *dead(cluster))
+            tell("seconds", time.monotonic() - began)
+        tell("replaced by", cluster.replace_node(second))
+        tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
+        start(cluster, "rank 1 again", 1)
+        try:
+            cluster.replace_node(cluster.nodes[1])
+        except WorkerFailed as failed:
+            tell("refused", failed)
+        wait_for("start " + second)
+        while not cluster.spare_nodes:
+            time.sleep(0.1)
+        tell("replaced by", cluster.replace_node(cluster.nodes[1]))
+        tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *dead(cluster))
+        start(cluster, "rank 1 once more", 1)
+        tell("slots", cluster.extend_slots(4))
+        wait_for("start 127.0.0.5")
+        while cluster.extend_slots(3) < 3:
+            time.sleep(0.1)
+        tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "slots", cluster.extend_slots(4))
+        worker = start(cluster, "engine", 2)
+        cluster.end(worker)
+        cluster.shrink_slots(2)
+        tell("nodes", *cluster.nodes)
+        tell("slots", cluster.extend_slots(3))
+        cluster.shrink_slots(1)
+        tell("nodes", *cluster.nodes)
+        for _ in range(2):  # two processes that end before they are up
+            ghost = cluster.worker("ghost", 0)
+            ghost.kill()
+            try:
+                cluster.gather({ghost.call("hang"): "ghost"}, among=[ghost])
+            except WorkerFailed as failed:
+                tell("faulty", *cluster.faulty_nodes(failed))
+                tell("faulty still", *cluster.faulty_nodes(failed))
+        kept = [cluster.put(bytes(2**20)) for _ in range(4)]
+        wait_for("end " + cluster.nodes[0])
+        cluster.gather({first.call("hang"): "rank 0"})
+
+def outcome():
+    try:
+        run()
+    except WorkerFailed as failed:
+        tell(f"megarl: {failed}")
+    return 1
+
+sys.exit(supervised(outcome, tell))
 """
 
 
@@ -105,7 +120,8 @@ def nodes(tmp_path: Path) -> Iterator[RayNodes]:
 def test_nodes_die_are_replaced_and_join_later(nodes: RayNodes, tmp_path: Path) -> None:
     """A spare node takes the slots of one that died, or that lives and is at fault; one that comes back is spare then.
 
-    Further slots are on a node that joins later, which is given back when they are not needed.
+    Further slots are on a node that joins later, which is given back when they are not needed. At last Ray ends on the
+    run's own node, where it has objects: that ends the run, and none of the other nodes.
     """
     report = tmp_path / "bad_nodes"
     environment = nodes.environment() | {
@@ -122,7 +138,7 @@ def test_nodes_die_are_replaced_and_join_later(nodes: RayNodes, tmp_path: Path) 
         text=True,
     )
     assert run.stdin and run.stdout
-    deeds = {"kill": nodes.kill, "start": nodes.join}
+    deeds = {"kill": nodes.kill, "start": nodes.join, "end": nodes.kill_agent}
     told = []
     for line in run.stdout:
         mark, _, words = line.strip().partition("run: ")
@@ -135,7 +151,12 @@ def test_nodes_die_are_replaced_and_join_later(nodes: RayNodes, tmp_path: Path) 
             run.stdin.flush()
         else:
             told.append(words)
-    assert run.wait(60) == 0, told
+    assert run.wait(60) == 1, told
+    agent_ended = told.pop().removeprefix("megarl: ")
+    assert re.fullmatch(
+        r"Ray's RuntimeEnvAgent \(pid \d+\) has ended, and with it its raylet; .*", agent_ended
+    )
+    assert nodes.is_running(SECOND)
     seconds = next(line for line in told if line.startswith("seconds "))
     told.remove(seconds)
     print(seconds)
@@ -164,10 +185,13 @@ def test_nodes_die_are_replaced_and_join_later(nodes: RayNodes, tmp_path: Path) 
         f"faulty still {FIRST}",
     ]
     unstarted = f"{FIRST}.slurm\tsuspicion\tghost did not start"
-    assert report.read_text().splitlines() == [
+    reported = report.read_text().splitlines()
+    assert reported[:3] == [
         f"{SECOND}.slurm\tfault\tit died (rank 1: its process died)",
         *[unstarted] * 2,
     ], "by the name that Slurm has for a node"
+    # the suspicions have been enough for a run that ends by itself
+    assert reported[3:] in ([], [f"{FIRST}.slurm\tfault\tit died ({agent_ended})"])
 
 
 def reserved(address: str) -> ReservedNode:

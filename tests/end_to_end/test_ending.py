@@ -94,18 +94,25 @@ def _check_sockets(command) -> None:
             if address[0] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
         ]
         ours += len(process.listening) - len(beyond)
-        if process.pid == command.process.pid or "ray::" in process.command_line:
+        if process.pid in _own_pids(command) or "ray::" in process.command_line:
             assert len(beyond) <= 1, (process, "a worker's only open port is Ray's")
         elif beyond:
             assert any(word in process.command_line for word in RAY_SERVERS), process
     assert ours, "the store and gloo listen"
 
 
+def _own_pids(command) -> list[int]:
+    """Of the command, and of its supervisor above it."""
+    supervisor = psutil.Process(command.process.pid)
+    (below,) = supervisor.children()
+    return [supervisor.pid, below.pid]
+
+
 def _check_secrets(command) -> None:
     """The token is in the environment of this user's processes and nowhere else."""
     seen = command.look()
     # the command's own is what it was started with
-    below = [process for process in seen if process.pid != command.process.pid]
+    below = [process for process in seen if process.pid not in _own_pids(command)]
     (token,) = {process.environment.get("RAY_AUTH_TOKEN", "") for process in below} - {""}
     assert len(token) >= 32
     assert not [process for process in seen if token in process.command_line]

@@ -110,11 +110,14 @@ class Job:
         return processes_with("MEGARL_JOBS", str(self.jobs))
 
     def driver(self) -> psutil.Process:
-        return next(
+        """The process below its supervisor, which has the same command line."""
+        supervisor = next(
             process
             for process in self.processes()
             if "megarl train recipes/quickstart.yaml" in line_of(process)
         )
+        (driver,) = supervisor.children()
+        return driver
 
     def on_node(self, address: str) -> list[psutil.Process]:
         """What runs there as a step; the first node has the job's script and its children beside it."""

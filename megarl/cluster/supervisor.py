@@ -1,0 +1,157 @@
+"""The parent of a command that uses Ray: it says how the command ended where the command itself could not. Linux.
+
+Ray ends a process from C++, without a Python exception, as soon as one of its threads finds that the raylet's object
+store has closed the connection; the kernel ends one that is out of memory. So the command runs in a child process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+import psutil
+
+from megarl.cluster import processes
+from megarl.cluster.node_faults import report
+from megarl.cluster.session_folder import SESSION_PARENT, SESSION_PREFIX, remove_dead
+from megarl.isolation.keeper import die_with
+
+_LOOK_S = 30.0  # between two looks at which processes there are
+_RAYLET_ENDS_S = 5.0  # a raylet closes its object store before it ends
+_FAILED = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
+
+_to_supervisor: int | None = None  # a pipe, in a process that has a supervisor
+
+
+def note_session(raylet_socket: str, node: str | None = None) -> None:
+    """Tell the supervisor, if there is one, which servers of Ray may end this process by their own end.
+
+    raylet_socket: "" when the session ends. node: the name of this process's own node, if it can be excluded.
+    """
+    _tell({"raylet_socket": raylet_socket, "node": node})
+
+
+def _tell(message: dict[str, object]) -> None:
+    if _to_supervisor is not None:
+        # the supervisor may have been killed, and this process is about to be
+        with suppress(BrokenPipeError):
+            os.write(_to_supervisor, (json.dumps(message) + "\n").encode())
+
+
+def supervised(run: Callable[[], int], last_word: Callable[[object], None]) -> int:
+    """The exit code that `run` returns in a child process: this function returns in both of them.
+
+    The child is in a process group of its own and gets the signals for which this process has handlers. If it ends
+    before `run` returns, the cause is said by last_word, its processes and session folders are removed, and the exit
+    code is that of a failed run. The process must have one thread.
+    """
+    global _to_supervisor
+    processes.adopt_orphans()
+    reading, writing = os.pipe()
+    supervisor = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    command = os.fork()
+    if command == 0:
+        os.close(reading)
+        die_with(supervisor)
+        os.setpgid(0, 0)  # a Ctrl-C reaches it once, by its supervisor
+        for number in _TERMINAL:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        _to_supervisor = writing
+        code = run()
+        _tell({"code": code})
+        return code
+    os.close(writing)
+    pidfd = os.pidfd_open(command)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, number)
+
+    for number in _SIGNALS:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    return _Supervisor(command, pidfd, reading).await_end(last_word)
+
+
+class _Supervisor:
+    """Waits for a command, and for the servers of Ray that it depends on."""
+
+    def __init__(self, command: int, pidfd: int, reading: int) -> None:
+        """command: its process id. reading: the end of a pipe by which it tells what `_hear` takes."""
+        self._command = command
+        self._pidfd = pidfd
+        self._reading = reading
+        self._code: int | None = None
+        self._servers: processes.RayServers | None = None
+        self._node: str | None = None
+        # all that the command has had, whose shared memory stays if they are killed
+        self._pids: set[int] = set()
+
+    def await_end(self, last_word: Callable[[object], None]) -> int:
+        """The exit code of the command; if it could not say why it ends, this is done here."""
+        while not self._has_ended():
+            if self._servers:
+                self._servers.error()  # it notes which of them ends first
+            self._pids |= {child.pid for child in psutil.Process().children(recursive=True)}
+        if self._code is not None:
+            os.waitpid(self._command, 0)
+            return self._code
+        with processes.interrupts_ignored():
+            cause = self._cause()
+            self._clean_up()
+            last_word(f"megarl: {cause}")
+            return _FAILED
+
+    def _has_ended(self) -> bool:
+        """Wait for the next event, at most _LOOK_S; whether the command has ended and all that it told is heard."""
+        poll = select.poll()
+        servers = self._servers.descriptors() if self._servers else []
+        for descriptor in (self._reading, self._pidfd, *servers):
+            poll.register(descriptor, select.POLLIN)
+        events = dict(poll.poll(1000 * _LOOK_S))
+        if events.get(self._reading, 0) & select.POLLIN:
+            for line in os.read(self._reading, 2**16).splitlines():
+                self._hear(json.loads(line))
+            return False
+        return self._pidfd in events
+
+    def _hear(self, message: dict[str, object]) -> None:
+        if "code" in message:
+            self._code = int(str(message["code"]))
+            return
+        if self._servers:
+            self._servers.close()
+        socket = str(message["raylet_socket"])
+        self._servers = processes.RayServers(socket, math.inf) if socket else None
+        self._node = str(message["node"]) if message["node"] else None
+
+    def _cause(self) -> str:
+        """Why the command has ended."""
+        _, status = os.waitpid(self._command, 0)
+        code = os.waitstatus_to_exitcode(status)
+        name = f"the command's own process (pid {self._command})"
+        if code < 0:
+            return f"{name} was killed by {signal.Signals(-code).name}; {processes.REMEDY}"
+        error = self._servers and self._servers.await_error(_RAYLET_ENDS_S)
+        if not error:
+            return f"a library has ended {name} with exit code {code}; {processes.REMEDY}"
+        if self._node:
+            with suppress(OSError):
+                report(self._node, "fault", f"it died ({error})")
+        return error
+
+    def _clean_up(self) -> None:
+        processes.kill_descendants(spare=())
+        processes.remove_counters(self._pids)
+        remove_dead(SESSION_PREFIX, SESSION_PARENT)
