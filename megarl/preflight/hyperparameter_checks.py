@@ -30,6 +30,8 @@ def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> ErrorIterat
         if key in unread and value != getattr(ALGORITHMS[name].hyperparameters, key):
             yield UserError(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
     yield from _bounds_errors(hyperparameters)
+    if hyperparameters.old_logprobs == "engine":
+        yield from _engine_errors(recipe, hyperparameters)
     if learns:
         yield from _start_errors(recipe, hyperparameters)
     if learns and learns_from_answers(name):
@@ -85,6 +87,27 @@ def _bounds_errors(hyperparameters: Hyperparameters) -> ErrorIterator:
             f"the bounds of {hyperparameters.rollout_correction} are {low} and {high}, between which nothing is kept",
             "set it below algorithm.rollout_correction_high",
         )
+
+
+def _engine_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> ErrorIterator:
+    """What does not go with the engine's log-probabilities as the old ones."""
+    correction = hyperparameters.rollout_correction
+    problems_by_key = {
+        "algorithm.rollout_correction": correction != "off"
+        and f"{correction} weights by the trainer's probability over the engine's, which is the ratio itself",
+        "algorithm.kl_place": hyperparameters.pays_kl
+        and "reward takes the KL from the trainer's log-probabilities before the step",
+        "train.replay": recipe.train.replay == "r2"
+        and "r2 replays the experts of a pass before the updates, which there is not",
+    }
+    hints_by_key = {"algorithm.rollout_correction": "off", "algorithm.kl_place": "loss", "train.replay": "r3 or off"}
+    for key, problem in problems_by_key.items():
+        if problem:
+            yield UserError(
+                key,
+                f"{problem} with algorithm.old_logprobs engine",
+                f"set it to {hints_by_key[key]}, or algorithm.old_logprobs to train",
+            )
 
 
 def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> ErrorIterator:
