@@ -202,6 +202,22 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(r
         ),
         ("algorithm.name=rloo algorithm.clip_low=0.1", "algorithm.clip_low: is set, and rloo has no ratio"),
         (
+            "algorithm.name=rloo algorithm.old_logprobs=engine",
+            "algorithm.old_logprobs: is set, and rloo has no ratio",
+        ),
+        (
+            "algorithm.old_logprobs=engine algorithm.rollout_correction=tis",
+            "algorithm.rollout_correction: tis weights by the trainer's probability over the engine's, which is the ",
+        ),
+        (
+            "algorithm.old_logprobs=engine algorithm.name=ppo warm_start.steps=0",
+            "algorithm.kl_place: reward takes the KL from the trainer's log-probabilities before the step",
+        ),
+        (
+            "algorithm.old_logprobs=engine train.replay=r2",
+            "train.replay: r2 replays the experts of a pass before the updates, which there is not",
+        ),
+        (
             "algorithm.name=cispo algorithm.dual_clip=3.0",
             "algorithm.dual_clip: is set, and cispo has no minimum of two objectives",
         ),
