@@ -210,7 +210,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(r
             "algorithm.rollout_correction: tis weights by the trainer's probability over the engine's, which is the ",
         ),
         (
-            "algorithm.old_logprobs=engine algorithm.name=ppo warm_start.steps=0",
+            "algorithm.old_logprobs=engine algorithm.name=ppo algorithm.kl_coefficient=0.1 warm_start.steps=0",
             "algorithm.kl_place: reward takes the KL from the trainer's log-probabilities before the step",
         ),
         (
