@@ -64,8 +64,8 @@ def policy_loss(
     (of the correct samples: VAPO, arXiv 2504.05118, eq. 10). old_logp_T: of the policy before the step, around which
     the ratio is clipped; a token whose log-ratio leaves +-20 has no gradient by it. What earlier policies sampled is
     corrected by the rollout correction (decoupled PPO, arXiv 2505.24298); where that is off, the ratio of these tokens
-    is to the engine's own probabilities, as is that of all tokens where these are the old ones. Tokens that the rollout correction drops are out of the mask, and in the
-    statistics of the engine.
+    is to the engine's own probabilities, as is that of all tokens where these are the old ones. Tokens that the rollout
+    correction drops are out of the mask, and in the statistics of the engine.
     """
     mask_T = targets.loss_mask_T
     sampled_T = targets.sampled_T

@@ -91,23 +91,27 @@ def _bounds_errors(hyperparameters: Hyperparameters) -> ErrorIterator:
 
 def _engine_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> ErrorIterator:
     """What does not go with the engine's log-probabilities as the old ones."""
+    with_key = "and with algorithm.old_logprobs engine"
+    or_train = "or algorithm.old_logprobs to train"
     correction = hyperparameters.rollout_correction
-    problems_by_key = {
-        "algorithm.rollout_correction": correction != "off"
-        and f"{correction} weights by the trainer's probability over the engine's, which is the ratio itself",
-        "algorithm.kl_place": hyperparameters.pays_kl
-        and "reward takes the KL from the trainer's log-probabilities before the step",
-        "train.replay": recipe.train.replay == "r2"
-        and "r2 replays the experts of a pass before the updates, which there is not",
-    }
-    hints_by_key = {"algorithm.rollout_correction": "off", "algorithm.kl_place": "loss", "train.replay": "r3 or off"}
-    for key, problem in problems_by_key.items():
-        if problem:
-            yield UserError(
-                key,
-                f"{problem} with algorithm.old_logprobs engine",
-                f"set it to {hints_by_key[key]}, or algorithm.old_logprobs to train",
-            )
+    if correction != "off":
+        yield UserError(
+            "algorithm.rollout_correction",
+            f"{correction}, {with_key} the ratio itself corrects for the engine's probabilities",
+            f"set it to off, {or_train}",
+        )
+    if hyperparameters.pays_kl:
+        yield UserError(
+            "algorithm.kl_place",
+            f"reward, {with_key} nothing computes the policy's log-probabilities for its penalties",
+            f"set it to loss, {or_train}",
+        )
+    if recipe.train.replay == "r2":
+        yield UserError(
+            "train.replay",
+            f"r2, {with_key} no pass before the updates records the experts",
+            f"set it to r3 or off, {or_train}",
+        )
 
 
 def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> ErrorIterator:

@@ -48,7 +48,7 @@ from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.training.merged_weights import MergedWeights
 from megarl.training.rank import TrainingRank, norms_of
 from megarl.training.row_diffs import RowDiffs, row_diffs
-from megarl.training.shares import HostChoices, Logprobs, UpdateShare, on_host, with_logprobs
+from megarl.training.shares import HostChoices, Logprobs, UpdateShare, moved_to_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, regrouped
 from megarl.types.arrays import TokenArrays
@@ -199,7 +199,9 @@ class PolicyRank(TrainingRank):
             share = shares[index]
             old[index] = self.token_outputs(share.micro_batches, share.choices, share.temperature)
             if replay == "r2":
-                choices[index] = [on_host(batch_choices) for batch_choices in share.choices or ()]
+                choices[index] = [
+                    moved_to_host(batch_choices) for batch_choices in share.choices or ()
+                ]
         reference: list[list[FloatArray] | None] = [None for _ in shares]
         if self._has_reference and ALGORITHMS[algorithm].learns_from == "rewards":
             with self._as_reference():

@@ -53,11 +53,14 @@ class Logprobs:
     kl_penalties: list[FloatArray] | None
 
 
-def on_host(choices: Choices) -> HostChoices:
-    return {
+def moved_to_host(choices: Choices) -> HostChoices:
+    """The choices of experts, which the device holds no more."""
+    moved = {
         layer: experts_NK.to("cpu", torch.int16).numpy()
         for layer, experts_NK in choices.experts.items()
     }
+    choices.experts.clear()
+    return moved
 
 
 def _on_device(choices: HostChoices) -> Choices:

@@ -207,15 +207,15 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(r
         ),
         (
             "algorithm.old_logprobs=engine algorithm.rollout_correction=tis",
-            "algorithm.rollout_correction: tis weights by the trainer's probability over the engine's, which is the ",
+            "algorithm.rollout_correction: tis, and with algorithm.old_logprobs engine the ratio itself corrects for",
         ),
         (
             "algorithm.old_logprobs=engine algorithm.name=ppo algorithm.kl_coefficient=0.1 warm_start.steps=0",
-            "algorithm.kl_place: reward takes the KL from the trainer's log-probabilities before the step",
+            "algorithm.kl_place: reward, and with algorithm.old_logprobs engine nothing computes the policy's",
         ),
         (
             "algorithm.old_logprobs=engine train.replay=r2",
-            "train.replay: r2 replays the experts of a pass before the updates, which there is not",
+            "train.replay: r2, and with algorithm.old_logprobs engine no pass before the updates records",
         ),
         (
             "algorithm.name=cispo algorithm.dual_clip=3.0",
