@@ -150,16 +150,21 @@ def from_start(trainer: Any) -> Callable[[str], Step]:
     return train
 
 
-def differences(step: Step, expected: Step) -> list[str]:
-    """What differs between two steps from the same state, to the last bit."""
+def differences(step: Step, expected: Step, tolerance: float) -> list[str]:
+    """What differs between two steps from the same state by more than a part of it, or for weights of the rate."""
     differing = [
         name
         for name, weight in step.weights.items()
-        if not torch.equal(weight, expected.weights[name])
+        if float((weight - expected.weights[name]).abs().mean()) > tolerance * LR
     ]
-    if step.metrics != expected.metrics:
-        differing.append(f"{step.metrics} is not {expected.metrics}")
-    if not np.array_equal(step.rows.diffs, expected.rows.diffs):
+    for update, other in zip(step.metrics, expected.metrics, strict=True):
+        assert update.keys() == other.keys()
+        differing += [
+            statistic.name
+            for statistic, parts in update.items()
+            if parts != pytest.approx(other[statistic], rel=tolerance, abs=tolerance)
+        ]
+    if not np.allclose(step.rows.diffs, expected.rows.diffs, rtol=tolerance, atol=0.0):
         differing.append("the rows' differences")
     return differing
 
@@ -167,6 +172,7 @@ def differences(step: Step, expected: Step) -> list[str]:
 def skip(trainer: Any) -> dict[str, Any]:
     """By algorithm, how a step whose pass leaves out what it may differs from one whose pass is of all samples."""
     train = from_start(trainer)
+    has_factors = trainer._model.adapters and not trainer._model.adapters.are_in_weights
     facts: dict[str, Any] = {}
     for algorithm, (changes, _) in ALGORITHMS.items():
         set_algorithm(trainer, algorithm, **changes)
@@ -175,7 +181,7 @@ def skip(trainer: Any) -> dict[str, Any]:
         step = train(algorithm)
         facts[algorithm] = (
             (expected.passes, step.passes),
-            differences(step, expected),
+            differences(step, expected, 1e-4 if has_factors else 0.0),
             [{statistic.name for statistic in update} for update in step.metrics],
         )
     return facts
@@ -183,7 +189,10 @@ def skip(trainer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_the_first_updates_own_pass_gives_its_old_logprobs(path: Path, name: str) -> None:
-    """Weights, statistics and the rows' differences are equal to the last bit, routing replay's among them."""
+    """Weights, statistics and the rows' differences are equal to the last bit, routing replay's among them.
+
+    With adapters beside the weights a forward pass is rounded in another way where it has no gradient.
+    """
     layout, train, lora = WORLDS[name]
     made = lora_recipe(path, layout, **train) if lora else recipe(path, layout, **train)
     ranks = run_world(made, skip)
@@ -217,7 +226,7 @@ def bypass(trainer: Any) -> dict[str, Any]:
     return {
         "passes": step.passes,
         "differing": differences(
-            replace(step, metrics=[], rows=expected.rows), replace(expected, metrics=[])
+            replace(step, metrics=[], rows=expected.rows), replace(expected, metrics=[]), 0.0
         ),
         "diffs": [[update.get(DIFF) for update in one.metrics] for one in (step, plain)],
         "losses": [[update.get(LOSS) for update in one.metrics] for one in (step, expected)],
