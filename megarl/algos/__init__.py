@@ -111,6 +111,19 @@ class Algorithm:
         }
         return tuple(stage for stage, is_wanted in wanted.items() if is_wanted)
 
+    def updates_with_pass(self, hyperparameters: Hyperparameters, num_updates: int) -> range:
+        """The updates of a step whose old log-probabilities take a forward pass of their own, before all updates.
+
+        None of demonstrations, nor where the engine's are the old ones. The first update's own pass is one of the old
+        policy; but all are needed before it where rewards have a KL penalty, or where the rollout correction drops
+        tokens: these decide advantages and denominators.
+        """
+        if self.surrogate is None or hyperparameters.old_logprobs == "engine":
+            return range(0)
+        if hyperparameters.pays_kl or drops(hyperparameters):
+            return range(num_updates)
+        return range(1, num_updates)
+
     def loss(self, hyperparameters: Hyperparameters) -> Loss:
         """The loss of a packed row with these hyperparameters."""
         if self.surrogate is None:
@@ -118,7 +131,9 @@ class Algorithm:
         return partial(policy_loss, self.surrogate, hyperparameters=hyperparameters)
 
 
-_NO_RATIO: dict[str, str] = dict.fromkeys(("clip_low", "clip_high", "dual_clip"), "has no ratio")
+_NO_RATIO: dict[str, str] = dict.fromkeys(
+    ("clip_low", "clip_high", "dual_clip", "old_logprobs"), "has no ratio"
+)
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(
@@ -215,15 +230,6 @@ def hyperparameters_of(name: str, recipe: AlgorithmOptions) -> Hyperparameters:
     if name == recipe.name:
         return replace(row.hyperparameters, **recipe.given)
     return row.hyperparameters
-
-
-def needs_old_logprobs(hyperparameters: Hyperparameters, num_updates: int) -> bool:
-    """Whether a step computes the old policy's log-probabilities in a forward pass of its own, before its updates.
-
-    With one update the trained policy is the old one, and its own pass gives them. They are still needed first where
-    rewards have a KL penalty, or where the rollout correction drops tokens: these decide advantages and denominators.
-    """
-    return num_updates > 1 or hyperparameters.pays_kl or drops(hyperparameters)
 
 
 def has_reference(recipe: AlgorithmOptions, is_wanted: bool) -> bool:

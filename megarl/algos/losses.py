@@ -25,6 +25,8 @@ MOST_TURNS = 8  # of which each has a gap of its own; the later ones have one to
 TURN_DIFFS = tuple(
     Statistic(f"rollout/logprob_diff_turn_{name}") for name in (*range(1, MOST_TURNS + 1), "later")
 )  # GAP by the turn of an episode
+# what compares the engine with the trainer
+ENGINE_DIFFS = frozenset((DIFF, DIFF_MAX, *TURN_DIFFS))
 REFERENCE_KL = Statistic("reference_kl")  # the k3 estimate of KL(policy | reference)
 RIGHT = Statistic("right")  # tokens of responses whose reward's sign is that of the outcome
 REWARD = Statistic("reward_mean")
@@ -62,17 +64,21 @@ def policy_loss(
     (of the correct samples: VAPO, arXiv 2504.05118, eq. 10). old_logp_T: of the policy before the step, around which
     the ratio is clipped; a token whose log-ratio leaves +-20 has no gradient by it. What earlier policies sampled is
     corrected by the rollout correction (decoupled PPO, arXiv 2505.24298); where that is off, the ratio of these tokens
-    is to the engine's own probabilities. Tokens that the rollout correction drops are out of the mask, and in the
-    statistics of the engine.
+    is to the engine's own probabilities, as is that of all tokens where these are the old ones. Tokens that the rollout
+    correction drops are out of the mask, and in the statistics of the engine.
     """
     mask_T = targets.loss_mask_T
     sampled_T = targets.sampled_T
-    if hyperparameters.rollout_correction == "off":
-        old_logp_T = torch.where(targets.is_stale_T, targets.engine_logp_T, old_logp_T)
+    if hyperparameters.old_logprobs == "engine":
+        proximal_T = targets.engine_logp_T
+    elif hyperparameters.rollout_correction == "off":
+        proximal_T = torch.where(targets.is_stale_T, targets.engine_logp_T, old_logp_T)
+    else:
+        proximal_T = old_logp_T
     # Unmasked tokens get 0 before anything is multiplied, so that no inf * 0 reaches the gradient.
     logp_T = torch.where(mask_T, logp_T, 0.0)
     old_logp_T = torch.where(sampled_T, old_logp_T, 0.0)
-    log_ratio_T = bounded(torch.where(mask_T, logp_T - old_logp_T, 0.0))
+    log_ratio_T = bounded(torch.where(mask_T, logp_T - proximal_T, 0.0))
     loss_T, surrogate_stats = surrogate(logp_T, log_ratio_T, targets, hyperparameters)
     if hyperparameters.rollout_correction == "off":
         stats = {}

@@ -98,6 +98,11 @@ class AlgorithmConfig(_AlgorithmKeys):
         """The hyperparameters that are set."""
         return self.model_dump(exclude={"name"}, exclude_none=True)
 
+    @property
+    def corrects_engine(self) -> bool:
+        """Whether a weight or the ratio itself corrects for the engine's other probabilities."""
+        return self.rollout_correction not in (None, "off") or self.old_logprobs == "engine"
+
 
 class WarmStartConfig(Branch):
     """Supervised steps on the training answers before step 1; none by default."""

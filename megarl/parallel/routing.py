@@ -140,8 +140,10 @@ class Router(TopKRouter):
         values_NK, own_NK = choose(scores, topk, num_groups, group_topk)
         replayed_NK = self._tokens.replayed_NK
         shared = self._shared
-        if shared.choices is not None and shared.choices.is_recording:
-            shared.choices.experts[self._layer] = own_NK
+        choices = shared.choices
+        # multi-token prediction is left out, which runs in updates alone
+        if choices is not None and choices.is_recording and self._layer < self.config.num_layers:
+            replayed_NK = choices.experts[self._layer] = own_NK
         if replayed_NK is None:
             return values_NK, own_NK
         is_known_N1 = replayed_NK[:, :1] >= 0

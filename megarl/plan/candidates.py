@@ -149,7 +149,7 @@ def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -
     ep_sizes = [ep for ep in divisors(tp) if (shape.num_experts or 1) % ep == 0]
     for ep in [tp] if sizes["experts"] == "deepep" else reversed(ep_sizes):
         overlay: Overlay = {"rollout": {"engine": {**sizes, "ep": ep}}}
-        if sizes["fp8"] and recipe.algorithm.rollout_correction in (None, "off"):
+        if sizes["fp8"] and not recipe.algorithm.corrects_engine:
             overlay["algorithm"] = {"rollout_correction": "tis"}
         if are_valid(resolve(overlaid(recipe, overlay))):
             yield overlay

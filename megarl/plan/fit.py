@@ -243,7 +243,7 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
     if not engine.fp8:
         in_fp8: _Values = {"rollout.engine.fp8": True}
         # for samples of other probabilities than the trainer's
-        if recipe.algorithm.rollout_correction in (None, "off"):
+        if not recipe.algorithm.corrects_engine:
             in_fp8["algorithm.rollout_correction"] = "tis"
         yield in_fp8
     for times in (2, 4):

@@ -70,6 +70,8 @@ def _sentence(recipe: Recipe, best: TriedPhases, gain: float) -> str:
     is_off = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).rollout_correction == "off"
     if is_off and (new.phase_tokens or new.ahead):
         keys.append("algorithm.rollout_correction tis")
+        if recipe.algorithm.old_logprobs == "engine":
+            keys.append("algorithm.old_logprobs train")
     first, *others = keys
     if others:
         first += f" with {' and '.join(others)}"

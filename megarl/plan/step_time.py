@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
-from megarl.algos import has_reference, hyperparameters_of, needs_old_logprobs
+from megarl.algos import ALGORITHMS, has_reference, hyperparameters_of
 from megarl.config import CheckpointConfig, Recipe
 from megarl.config.hardware import Hardware
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
@@ -249,11 +249,14 @@ def _computing(
 
 
 def policy_time(recipe: Recipe, model: ComputingModel) -> TrainTime:
-    """`PolicyRank`: old log-probabilities if it `needs_old_logprobs`, those of a reference, then the updates."""
-    hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-    old_logprobs = reference = 0.0
-    if needs_old_logprobs(hyperparameters, model.share.updates):
-        old_logprobs = model.forward_s
+    """`PolicyRank`: old log-probabilities of the `updates_with_pass`, those of a reference, then the updates."""
+    name = recipe.algorithm.name
+    updates = model.share.updates
+    with_pass = ALGORITHMS[name].updates_with_pass(
+        hyperparameters_of(name, recipe.algorithm), updates
+    )
+    old_logprobs = model.forward_s * len(with_pass) / updates
+    reference = 0.0
     if has_reference(recipe.algorithm, recipe.reference.use):
         reference = model.forward_s
     merged = trains_merged(recipe)
@@ -263,7 +266,7 @@ def policy_time(recipe: Recipe, model: ComputingModel) -> TrainTime:
     learnt = model.learning_time()
     memory_s = learnt.memory_s
     if merged:  # the frozen weights come from the host for each update's sums
-        memory_s += model.share.updates * model.crossing_s
+        memory_s += updates * model.crossing_s
     return replace(learnt, memory_s=memory_s, old_logprobs_s=old_logprobs, reference_s=reference)
 
 

@@ -30,6 +30,8 @@ def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> ErrorIterat
         if key in unread and value != getattr(ALGORITHMS[name].hyperparameters, key):
             yield UserError(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
     yield from _bounds_errors(hyperparameters)
+    if hyperparameters.old_logprobs == "engine":
+        yield from _engine_errors(recipe, hyperparameters)
     if learns:
         yield from _start_errors(recipe, hyperparameters)
     if learns and learns_from_answers(name):
@@ -84,6 +86,31 @@ def _bounds_errors(hyperparameters: Hyperparameters) -> ErrorIterator:
             "algorithm.rollout_correction_low",
             f"the bounds of {hyperparameters.rollout_correction} are {low} and {high}, between which nothing is kept",
             "set it below algorithm.rollout_correction_high",
+        )
+
+
+def _engine_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> ErrorIterator:
+    """What does not go with the engine's log-probabilities as the old ones."""
+    with_key = "and with algorithm.old_logprobs engine"
+    or_train = "or algorithm.old_logprobs to train"
+    correction = hyperparameters.rollout_correction
+    if correction != "off":
+        yield UserError(
+            "algorithm.rollout_correction",
+            f"{correction}, {with_key} the ratio itself corrects for the engine's probabilities",
+            f"set it to off, {or_train}",
+        )
+    if hyperparameters.pays_kl:
+        yield UserError(
+            "algorithm.kl_place",
+            f"reward, {with_key} nothing computes the policy's log-probabilities for its penalties",
+            f"set it to loss, {or_train}",
+        )
+    if recipe.train.replay == "r2":
+        yield UserError(
+            "train.replay",
+            f"r2, {with_key} no pass before the updates records the experts",
+            f"set it to r3 or off, {or_train}",
         )
 
 

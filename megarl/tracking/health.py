@@ -18,6 +18,7 @@ _REFERENCE_STEPS = 5  # the first training steps, with whose medians later ones 
 _OVER_STEPS = 3
 _EQUAL = 1e-6  # a standard deviation of equal rewards, relative to them: rounding of their mean
 _ZERO_GRADIENT = 1e-10
+_FAR = 0.1  # nats a token between engine and trainer: half of the usual clip
 _ZERO_ENTROPY = 1e-4  # nats a token: the most likely token has a probability of 0.99999
 
 GROUPS = "reward/groups_without_variance"
@@ -26,6 +27,7 @@ STD = "reward/std"
 ACCURACY = "reward/accuracy"
 GRADIENT = "train/grad_norm"
 ENTROPY = "train/entropy"
+DIFF = "rollout/logprob_diff_mean"
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,14 @@ def _collapsed_entropy(now: Metrics, past: Past) -> str | None:
     return f"{fall}, with {gain}: the policy explores little; {_MORE_ENTROPY}"
 
 
+def _far_engine(now: Metrics, past: Past) -> str | None:
+    if now[DIFF] < _FAR:
+        return None
+    problem = f"{DIFF} is {now[DIFF]:.2g}: the engine gives the sampled tokens other probabilities than the trainer"
+    return f"{problem}; {_NEARER}"
+
+
+_NEARER = "set train.replay to r3, or algorithm.rollout_correction (which algorithm.old_logprobs engine excludes)"
 _SATURATED = "train.lr is probably too high and has saturated the probabilities, try a tenth of it"
 _MORE_ENTROPY = "lower train.lr, or raise algorithm.clip_high or algorithm.entropy_coefficient"
 
@@ -233,4 +243,5 @@ CONDITIONS = (
     Condition((GRADIENT,), _faded_gradient, num_steps=3, of_rewards=False),
     Condition((ENTROPY, ACCURACY), _no_entropy),
     Condition((ENTROPY, ACCURACY), _collapsed_entropy, num_steps=3),
+    Condition((DIFF,), _far_engine, of_rewards=False),
 )

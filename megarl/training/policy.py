@@ -20,10 +20,9 @@ from megarl.algos import (
     Loss,
     has_reference,
     hyperparameters_of,
-    needs_old_logprobs,
     rollout_correction,
 )
-from megarl.algos.losses import LossResult, policy_statistics, turn_diffs
+from megarl.algos.losses import ENGINE_DIFFS, LossResult, policy_statistics, turn_diffs
 from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
@@ -49,7 +48,7 @@ from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.training.merged_weights import MergedWeights
 from megarl.training.rank import TrainingRank, norms_of
 from megarl.training.row_diffs import RowDiffs, row_diffs
-from megarl.training.shares import HostChoices, Logprobs, UpdateShare, on_host, with_logprobs
+from megarl.training.shares import HostChoices, Logprobs, UpdateShare, moved_to_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, regrouped
 from megarl.types.arrays import TokenArrays
@@ -136,6 +135,13 @@ class PolicyRank(TrainingRank):
         else:
             self._row_diffs = None
         first, *rest = [self.train_step(share, call.lr, loss) for share in shares]
+        if hyperparameters.old_logprobs == "engine":
+            # only the first update's own pass was of the policy that the engine had
+            rest = [
+                {name: value for name, value in update.items() if name not in ENGINE_DIFFS}
+                for update in rest
+            ]
+            self._row_diffs = (self._row_diffs or [])[:1]
         return [first | diffs, *rest]
 
     def row_diffs(self) -> RowDiffs:
@@ -148,16 +154,23 @@ class PolicyRank(TrainingRank):
     def _shares(
         self, algorithm: str, updates: Sequence[Update], groups_by_id: Mapping[int, SampleGroup]
     ) -> list[UpdateShare]:
-        """This rank's sequences of each update, with the engine's choices of experts where they are replayed (r3)."""
+        """This rank's sequences of each update, with the choices of experts that are replayed.
+
+        These are the engine's (r3), or, where there is a pass of the old policy, those that it will have recorded (r2).
+        """
         hyperparameters = self._hyperparameters(algorithm)
         (replay, temperature) = self._sampling(algorithm)
         shares = []
-        is_sampled = ALGORITHMS[algorithm].learns_from == "rewards"
+        row = ALGORITHMS[algorithm]
+        is_sampled = row.learns_from == "rewards"
+        has_pass = len(row.updates_with_pass(hyperparameters, len(updates))) > 0
         for update in updates:
             weights = hyperparameters.aggregation, update.nll_weight(hyperparameters.positive_nll)
             micro_batches = train_sequences(update.micro_batches[0], groups_by_id, *weights)
             if replay == "r3":
                 choices = [self._engine_choices(self._pack(batch)) for batch in micro_batches]
+            elif replay == "r2" and has_pass:
+                choices = [Choices(is_recording=True) for _ in micro_batches]
             else:
                 choices = None
             share = UpdateShare(
@@ -182,14 +195,13 @@ class PolicyRank(TrainingRank):
         (replay, _) = self._sampling(algorithm)
         old: list[list[FloatArray] | None] = [None for _ in shares]
         choices: list[list[HostChoices] | None] = [None for _ in shares]
-        if needs_old_logprobs(hyperparameters, len(shares)):
-            for index, share in enumerate(shares):
-                noted = share.choices
-                if replay == "r2":
-                    noted = [Choices(is_recording=True) for _ in share.micro_batches]
-                old[index] = self.token_outputs(share.micro_batches, noted, share.temperature)
-                if replay == "r2":
-                    choices[index] = [on_host(batch_choices) for batch_choices in noted or ()]
+        for index in ALGORITHMS[algorithm].updates_with_pass(hyperparameters, len(shares)):
+            share = shares[index]
+            old[index] = self.token_outputs(share.micro_batches, share.choices, share.temperature)
+            if replay == "r2":
+                choices[index] = [
+                    moved_to_host(batch_choices) for batch_choices in share.choices or ()
+                ]
         reference: list[list[FloatArray] | None] = [None for _ in shares]
         if self._has_reference and ALGORITHMS[algorithm].learns_from == "rewards":
             with self._as_reference():

@@ -24,9 +24,9 @@ HostChoices = dict[int, npt.NDArray[np.int16]]
 class UpdateShare:
     """This rank's share of one update, with what the old policy and the reference computed of it.
 
-    old_logp: of the policy before this step's updates, one array per sequence; None: the current policy is the old one.
-    choices: the experts to replay, one for each micro-batch. temperature: of the policy, as in `token_outputs`.
-    has_turns: as of the Update, where there are an engine's logprobs.
+    old_logp: of the policy before this step's updates, one array per sequence; None: those of the update's own pass.
+    choices: the experts to replay, or where to record them, one for each micro-batch. temperature: of the policy, as in
+    `token_outputs`. has_turns: as of the Update, where there are an engine's logprobs.
     """
 
     micro_batches: MicroBatches
@@ -53,11 +53,14 @@ class Logprobs:
     kl_penalties: list[FloatArray] | None
 
 
-def on_host(choices: Choices) -> HostChoices:
-    return {
+def moved_to_host(choices: Choices) -> HostChoices:
+    """The choices of experts, which the device holds no more."""
+    moved = {
         layer: experts_NK.to("cpu", torch.int16).numpy()
         for layer, experts_NK in choices.experts.items()
     }
+    choices.experts.clear()
+    return moved
 
 
 def _on_device(choices: HostChoices) -> Choices:

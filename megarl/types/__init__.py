@@ -53,6 +53,7 @@ LrSchedule = Literal["constant", "linear", "cosine"]
 WhenShort = Literal["train", "stop"]
 WhenFailed = Literal["drop", "stop", "penalise"]
 WhenOverlong = Literal["refuse", "drop"]
+OldLogprobs = Literal["train", "engine"]
 RolloutCorrection = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
 
 
@@ -228,6 +229,9 @@ class Hyperparameters:
     # first steps, in which the critic alone learns
     critic_warmup_steps: int = bounded(0, ge=0, le=2**31 - 1)
 
+    # Log-probabilities of the policy before the step, to which the ratio is: the trainer's, or those that the engine
+    # reported with the samples.
+    old_logprobs: OldLogprobs = "train"
     # Correction where the engine's and the trainer's probabilities differ; a bound of None: ROLLOUT_CORRECTION_BOUNDS.
     rollout_correction: RolloutCorrection = "off"
     rollout_correction_low: float | None = bounded(None, ge=0, le=1e6)

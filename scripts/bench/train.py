@@ -3,7 +3,8 @@
 The two take turns, step by step, so that other work of the machine affects both. Prints tokens per second of each,
 the ratio (median over pairs of steps), and the share of the GPUs' peak where it is known. Losses and gradient norms of
 every step must agree, or the bench fails. With --guard the other one is megarl's own step without the search for silent
-faults, which compares replicas and looks for numbers that are not finite.
+faults, which compares replicas and looks for numbers that are not finite. With --old-logprobs it is a step of --updates
+updates before which all old log-probabilities are computed, and not those alone which that setting needs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -124,8 +127,10 @@ def work(
     sequences: Sequence[TrainSequence],
     steps: int,
     other: str,
+    updates: int,
+    num_own: int,
 ) -> dict[str, Any]:
-    """Both contenders on one rank; the seconds of their steps."""
+    """Both contenders on one rank; the seconds of their steps. num_own: updates without a pass of old logprobs."""
     import torch.distributed as dist
 
     from megarl.parallel.packing import pack
@@ -140,17 +145,25 @@ def work(
     ]
     refs = [SampleRef(index, 0, tokens, learnt) for index, (tokens, learnt) in enumerate(lengths)]
     budget, per_token = recipe.train.tokens_per_micro_batch, flops.train_work(shape)
-    (update,) = plan_updates(
-        refs, updates=1, dp=layout.dp, token_budget=budget, aggregation="token_mean", work=per_token
-    )
-    rank_batches = update.micro_batches[layout.coords(rank).dp]
-    batches = [[sequences[ref.group] for ref in batch] for batch in rank_batches]
-    rows = [pack(batch, split=trainer._model.split, device=device.DEVICE) for batch in batches]
-    part = UpdateShare(batches, Norms(update.denominator, update.tokens, update.loss_tokens))
+    plans = plan_updates(
+        refs, updates=updates, dp=layout.dp, token_budget=budget, aggregation="token_mean", work=per_token
+    )  # fmt: skip
+    parts = []
+    for update in plans:
+        rank_batches = update.micro_batches[layout.coords(rank).dp]
+        batches = [[sequences[ref.group] for ref in batch] for batch in rank_batches]
+        norms = Norms(update.denominator, update.tokens, update.loss_tokens)
+        parts.append(UpdateShare(batches, norms))
+    pack_batch = partial(pack, split=trainer._model.split, device=device.DEVICE)
+    rows = [pack_batch(batch) for part in parts for batch in part.micro_batches]
 
-    def ours() -> tuple[float, float]:
-        metrics = trainer.train_step(part, LR, cross_entropy)
+    def step_of(num_own: int) -> tuple[float, float]:
+        passes = [trainer.token_outputs(part.micro_batches) for part in parts[num_own:]]
+        for part, old_logp in zip(parts, [None] * num_own + passes, strict=True):
+            metrics = trainer.train_step(replace(part, old_logp=old_logp), LR, cross_entropy)
         return metrics.get(LOSS, (0.0,))[0], metrics[GRAD_NORM][0]
+
+    ours = partial(step_of, num_own)
 
     def without_guard() -> tuple[float, float]:
         with unguarded(trainer):
@@ -160,6 +173,8 @@ def work(
     if other == "bare":
         bare = Bare(recipe, shape, layout, rank, trainer.params())
         contenders[other] = lambda: bare.step(rows, LR)
+    elif other == "whole_pass":
+        contenders[other] = partial(step_of, 0)
     else:
         contenders[other] = without_guard
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -178,7 +193,8 @@ def work(
             )
     total = sum(per_token(tokens) for tokens, _ in lengths)
     kept = {name: times[WARM_UP:] for name, times in seconds.items()}
-    return {"seconds": kept, "tokens": update.tokens, "flops": total, "micro_batches": len(rows)}
+    tokens = sum(update.tokens for update in plans)
+    return {"seconds": kept, "tokens": tokens, "flops": total, "micro_batches": len(rows)}
 
 
 def run_rank(rank: int, meet: Address, pipe: Connection, *args: Any) -> None:
@@ -250,6 +266,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--guard", action="store_true", help="the search for silent faults alone")
+    parser.add_argument("--old-logprobs", choices=["train", "engine"], help="their pass alone")
+    parser.add_argument("--updates", type=int, default=4, help="of a step with --old-logprobs")
     parser.add_argument("--json", action="store_true")
 
 
@@ -267,7 +285,12 @@ def main() -> None:
         recipe = make_recipe(folder, args)
         sequences = make_sequences(args.samples, args.longest, args.vocab)
         other = "unguarded" if args.guard else "bare"
-        result = run_world(args.gpus, recipe, sequences, args.steps, other)
+        updates = num_own = 1
+        if args.old_logprobs:
+            other = "whole_pass"
+            updates = args.updates
+            num_own = 1 if args.old_logprobs == "train" else updates
+        result = run_world(args.gpus, recipe, sequences, args.steps, other, updates, num_own)
         row = figures(result, args.gpus, other)
     print(
         json.dumps(row)

@@ -110,9 +110,10 @@ def slow_loss(
 
     A token that the mismatch drops has no term at all, and no part in the ratio of its sequence.
     """
-    if hparams.rollout_correction == "off":  # then the engine is the old policy of those
+    if hparams.rollout_correction == "off":  # then the engine is the old policy of those, or of all
+        is_engine = hparams.old_logprobs == "engine"
         old = [
-            float(row.engine_logp_T[t]) if row.is_stale_T[t] else old_logp
+            float(row.engine_logp_T[t]) if is_engine or row.is_stale_T[t] else old_logp
             for t, old_logp in enumerate(old)
         ]
     total = torch.zeros((), dtype=torch.float64)
@@ -156,11 +157,12 @@ some_rules = st.builds(
     kl_coefficient=st.sampled_from([0.0, 0.1]),
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coefficient=st.sampled_from([0.0, 0.01]),
+    old_logprobs=st.sampled_from(["train", "engine"]),
     rollout_correction=st.sampled_from(["off", *ROLLOUT_CORRECTION_BOUNDS]),
     rollout_correction_low=st.sampled_from([None, 0.3]),
     rollout_correction_high=st.sampled_from([None, 1.7]),
     positive_nll=st.sampled_from([0.0, 0.1]),
-)
+).filter(lambda hparams: hparams.old_logprobs == "train" or hparams.rollout_correction == "off")
 
 
 @pytest.mark.parametrize("name", SURROGATES)

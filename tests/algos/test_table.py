@@ -1,4 +1,6 @@
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,28 @@ def test_a_critic_needs_no_look_at_the_policy_without_a_kl_reward() -> None:
         "values",
         "update",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "several", "single"),
+    [
+        ("grpo", {}, range(1, 4), []),
+        ("rloo", {}, range(1, 4), []),
+        ("grpo", {"rollout_correction": "tis"}, range(1, 4), []),
+        ("grpo", {"rollout_correction": "mis_sequence"}, range(4), [0]),
+        ("ppo", {}, range(4), [0]),
+        ("vapo", {}, range(1, 4), []),
+        ("grpo", {"old_logprobs": "engine"}, [], []),
+        ("sft", {}, [], []),
+    ],
+)
+def test_updates_whose_old_logprobs_take_a_pass(
+    name: str, changes: dict[str, Any], several: Sequence[int], single: Sequence[int]
+) -> None:
+    row = ALGORITHMS[name]
+    hyperparameters = replace(row.hyperparameters, **changes)
+    for num_updates, expected in ((4, several), (1, single)):
+        assert list(row.updates_with_pass(hyperparameters, num_updates)) == list(expected)
 
 
 def test_cispo_cuts_off_ratios_above_five_alone() -> None:

@@ -202,6 +202,22 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(r
         ),
         ("algorithm.name=rloo algorithm.clip_low=0.1", "algorithm.clip_low: is set, and rloo has no ratio"),
         (
+            "algorithm.name=rloo algorithm.old_logprobs=engine",
+            "algorithm.old_logprobs: is set, and rloo has no ratio",
+        ),
+        (
+            "algorithm.old_logprobs=engine algorithm.rollout_correction=tis",
+            "algorithm.rollout_correction: tis, and with algorithm.old_logprobs engine the ratio itself corrects for",
+        ),
+        (
+            "algorithm.old_logprobs=engine algorithm.name=ppo algorithm.kl_coefficient=0.1 warm_start.steps=0",
+            "algorithm.kl_place: reward, and with algorithm.old_logprobs engine nothing computes the policy's",
+        ),
+        (
+            "algorithm.old_logprobs=engine train.replay=r2",
+            "train.replay: r2, and with algorithm.old_logprobs engine no pass before the updates records",
+        ),
+        (
             "algorithm.name=cispo algorithm.dual_clip=3.0",
             "algorithm.dual_clip: is set, and cispo has no minimum of two objectives",
         ),

@@ -84,6 +84,10 @@ def history(*stretches: tuple[int, dict[str, float]]) -> list[Metrics]:
             "algorithm.rollout_correction drops every token",
         ),
         (step(3, entropy=0.0), "train/entropy is 0, so that the policy gives one answer"),
+        (
+            step(3) | {"rollout/logprob_diff_mean": 0.12},
+            "rollout/logprob_diff_mean is 0.12: the engine",
+        ),
     ],
 )
 def test_a_step_that_is_sick_is_reported_at_once_with_the_likely_key(

@@ -21,3 +21,5 @@ def test_a_run_on_two_ranks() -> None:
     assert row["megarl_tokens_per_s"] > 0 and row["ratio"] > 0
     assert row["tokens"] > 6 * 8 - 1
     assert row["flops"] > 0
+    shorter = figures("train", f"{small} --old-logprobs train --updates 2")
+    assert shorter["whole_pass_tokens_per_s"] > 0
