@@ -21,7 +21,7 @@ from megarl.config.fields import (
     Weight,
     Whole,
 )
-from megarl.types import LrSchedule
+from megarl.types import LrSchedule, RecomputedPart
 
 
 class TrainConfig(Branch):
@@ -59,6 +59,8 @@ class TrainConfig(Branch):
     replay: Literal["off", "r2", "r3"] = "off"
     optimizer_offload: bool = False  # the optimizer lives and steps in host memory
     local_layers: bool = False  # Megatron's own layers on GPUs that lack TransformerEngine; slower
+    # parts of a layer that are computed again in the backward pass, each on so many pipeline ranks from the first
+    recompute: dict[RecomputedPart, Whole] = {}
     megatron: dict[str, Any] = {}
     ddp: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
@@ -66,7 +68,7 @@ class TrainConfig(Branch):
     @property
     def passes_options(self) -> bool:
         """Whether Megatron gets options of its own."""
-        return bool(self.megatron or self.ddp or self.optimizer)
+        return bool(self.recompute or self.megatron or self.ddp or self.optimizer)
 
 
 class LoraConfig(Branch):

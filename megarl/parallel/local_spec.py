@@ -7,8 +7,10 @@ sequences, and its latent attention is wrong under tensor parallelism. All three
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import (
@@ -176,14 +179,24 @@ class DuplicatedLinear(torch.nn.Module):
         return F.linear(hidden, self.weight), None
 
 
+@contextmanager
+def _nothing(**_: object) -> Iterator[None]:
+    yield
+
+
 def use_local_layers() -> None:
-    """Patch two places where Megatron's own modules need TransformerEngine.
+    """Patch three places where Megatron's own modules need TransformerEngine.
 
     The router uses `te_general_gemm`, which moe_utils does not define without TransformerEngine, and which needs a GPU.
-    Latent attention passes the arguments of a duplicated layer only to a class named TELinear.
+    Latent attention passes the arguments of a duplicated layer only to a class named TELinear. What computes a part of
+    a layer again asks TransformerEngine for fp8, because `CheckpointWithoutOutput` takes `fp8=False` for a type.
     """
     moe_utils.te_general_gemm = None  # type: ignore[assignment]
     multi_latent_attention.TELinear = DuplicatedLinear  # type: ignore[misc]
+    without_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.FP8GlobalStateManager = without_fp8  # type: ignore[attr-defined]
+    random.activation_recompute_forward = _nothing  # type: ignore[attr-defined]
+    random.fp8_autocast = _nothing  # type: ignore[attr-defined]
 
 
 def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> ModuleSpec:

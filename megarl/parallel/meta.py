@@ -94,8 +94,8 @@ def size_of(chunk: model.Chunk, shape: ModelShape) -> ChunkSize:
 def _chunks(
     facts: HfFacts, shape: ModelShape, layout: TrainLayout, rank: int, recipe: Recipe
 ) -> list[model.Chunk]:
-    """Build a rank's chunks without `train.megatron`, whose kernels may need a GPU and do not change the weights."""
-    train = recipe.train.model_copy(update={"megatron": {}})
+    """Build a rank's chunks without options that do not change the weights, and whose kernels may need a GPU."""
+    train = recipe.train.model_copy(update={"megatron": {}, "recompute": {}})
     with groups.simulated(rank, layout), torch.device("meta"):
         config = model.transformer_config(
             facts, shape, layout, model.DTYPES[recipe.model.dtype], train

@@ -33,6 +33,7 @@ from megarl.parallel.optional_imports import layers_error, transformer_engine_pr
 from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Router, Routing
+from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from megarl.types.tensors import ModelChunks
 
@@ -186,14 +187,21 @@ def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
 
 
 def transformer_config(
-    facts: HfFacts, shape: ModelShape, layout: TrainLayout, dtype: torch.dtype, train: TrainConfig
+    facts: HfFacts,
+    shape: ModelShape,
+    layout: TrainLayout,
+    dtype: torch.dtype,
+    train: TrainConfig,
+    stage: int = 0,
 ) -> TransformerConfig:
-    """Megatron's configuration. Raises UserError when Megatron refuses the recipe's options."""
+    """Megatron's configuration of the ranks of a pipeline stage.
+
+    Raises UserError when Megatron refuses the recipe's options.
+    """
     fixed = _fixed_fields(shape, layout, facts, dtype, train.router_bias_rate)
     kind = MLATransformerConfig if shape.mla else TransformerConfig
-    return make_config(
-        "train.megatron", kind, _default_fields(shape, facts) | train.megatron | fixed
-    )
+    chosen = train.megatron | recompute_fields(train, stage)
+    return make_config("train.megatron", kind, _default_fields(shape, facts) | chosen | fixed)
 
 
 def fixed_field_names() -> set[str]:

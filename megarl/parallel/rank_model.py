@@ -78,7 +78,7 @@ class RankModel:
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
-        config = model.transformer_config(facts, shape, layout, self._dtype, train)
+        config = model.transformer_config(facts, shape, layout, self._dtype, train, self.at.pp)
         groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
         self.communicator_bytes = groups.open_communicators()
         routing = Routing()

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.device import DEVICE
-from megarl.parallel.model import DTYPES, buffers_config, fixed_field_names, transformer_config
+from megarl.parallel.model import (
+    DTYPES,
+    TRANSFORMER_ENGINE,
+    buffers_config,
+    fixed_field_names,
+    transformer_config,
+)
 from megarl.parallel.optimizer import optimizer_config, transformer_engine_error
 from megarl.parallel.options import option_errors
+from megarl.placement.recomputation import recompute_errors
 from megarl.placement.roles import Role
 from megarl.types import UserError
 
@@ -22,11 +29,15 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
     train = role.recipe.train
     shape = role.model.known_shape
     layout = role.layout
-    errors = option_errors(train, fixed_field_names)
+    errors = [*option_errors(train, fixed_field_names), *recompute_errors(train, shape)]
     if errors or shape is None or layout.errors(shape):
         return errors
     dtype = DTYPES[role.recipe.model.dtype]
     offloaded = train.optimizer_offload and device == "cuda"
+    if device == "cuda" and not TRANSFORMER_ENGINE:
+        # of grouped experts alone, which need TransformerEngine
+        parts = {part: count for part, count in train.recompute.items() if part != "moe_act"}
+        train = train.model_copy(update={"recompute": parts})
     factories: list[Callable[[], object]] = [
         lambda: transformer_config(role.model.required_facts, shape, layout, dtype, train),
         lambda: buffers_config(train),

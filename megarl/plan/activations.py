@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.model.shape import ModelShape
+from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.model_size import ModelSize
 
@@ -63,9 +64,15 @@ class RowSize:
     def layer(self, dense: bool) -> dict[str, float]:
         """Bytes that one layer saves when nothing is recomputed, by part.
 
-        inputs: of the two norms, 2 s h b; norm_outputs: the same.
+        inputs: of the two norms, 2 s h b; their outputs: the same. TransformerEngine fuses the norm before an MLP, and
+        that before attention but latent attention, with the product behind it, which keeps the output.
         """
-        bytes_by_part = {"inputs": 2 * self.boundary_bytes, "norm_outputs": 2 * self.boundary_bytes}
+        num_apart = (not dense) + (self.shape.mla is not None)
+        bytes_by_part = {
+            "inputs": 2 * self.boundary_bytes,
+            "norm_outputs": num_apart * self.boundary_bytes,
+            "fused_norm_outputs": (2 - num_apart) * self.boundary_bytes,
+        }
         bytes_by_part |= self._latent_attention() if self.shape.mla else self._attention()
         if dense:
             return bytes_by_part | {
@@ -146,8 +153,8 @@ def kept_and_recomputed(
 
     The latter are what is recomputed, and the gradients on their way through the layer (`RowSize.working_bytes`).
 
-    layers: of each whether it has an MLP in place of experts. options: `train.megatron`, whose recompute_* fields
-    count: full keeps the input of each run of layers (uniform) or of the first ones (block); selective drops parts.
+    layers: of each whether it has an MLP in place of experts. options: Megatron's recompute_* fields: full keeps the
+    input of each run of layers (uniform) or of the first ones (block); selective drops parts.
     """
     saved = [row.layer(dense) for dense in layers]
     working = max((row.working_bytes(dense) for dense in layers), default=0.0)
@@ -199,7 +206,7 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     for chunk, number in enumerate(waiting):
         layers = layout.layers(stage, size.shape.num_layers, chunk)
         are_dense = list(map(size.shape.is_dense, layers))
-        kept, once = kept_and_recomputed(row, are_dense, train.megatron)
+        kept, once = kept_and_recomputed(row, are_dense, recompute_fields(train, stage))
         total += number * kept
         again = max(again, once)
     if stage == layout.pp - 1:

@@ -13,9 +13,10 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.model.shape import ModelShape
+from megarl.placement.recomputation import ladder, recompute_keys
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
-from megarl.plan.fit import RECOMPUTE, are_valid
+from megarl.plan.fit import are_valid
 
 Overlay = dict[str, Any]
 # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
@@ -27,7 +28,6 @@ MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the ne
 # virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
 MOST_CHUNKS = 4
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
-_KEEP_ACTIVATIONS = dict.fromkeys((*RECOMPUTE, "recompute_modules"))
 
 
 def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
@@ -106,7 +106,7 @@ def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
 
 
 def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
-    """A parallel layout with each token budget, with and without recomputation, and with AdamW's state on each side.
+    """A parallel layout with each token budget, with ever more recomputation, and with AdamW's state on each side.
 
     A budget is at least one longest sequence.
     """
@@ -115,11 +115,8 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
     align = 2 * sizes["cp"] if sizes["cp"] > 1 else 1
     least = -(-recipe.longest_sequence // align) * align
     budgets = sorted({least, train.tokens_per_micro_batch, 2 * train.tokens_per_micro_batch})
-    recomputes: list[dict[str, Any]] = (
-        [{}, _KEEP_ACTIVATIONS] if train.megatron.get("recompute_granularity") else [{}]
-    )
-    if train.megatron.get("recompute_granularity") != "full":
-        recomputes.append({**RECOMPUTE, "recompute_modules": None})
+    steps = ladder(resolve(recipe).policy.shape)
+    recomputes = [{}, *(recompute_keys(train, parts, sizes["pp"]) for parts in steps)]
     for budget in [budget for budget in budgets if budget >= least]:
         for recompute in recomputes:
             for offload in (False,) if recipe.lora else (False, True):
@@ -127,8 +124,7 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
                     "tokens_per_micro_batch": budget,
                     "optimizer_offload": offload,
                 }
-                values |= {"megatron": recompute} if recompute else {}
-                yield {**overlay, "train": {**sizes, **values}}
+                yield {**overlay, "train": {**sizes, **values, **recompute}}
 
 
 def changes(overlay: Overlay, tree: Mapping[str, Any]) -> Overlay:

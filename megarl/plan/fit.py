@@ -10,8 +10,10 @@ from typing import Any
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.config.models import TrainConfig
 from megarl.model.shape import ModelShape
-from megarl.placement.roles import Roles, engine_layout, resolve
+from megarl.placement.recomputation import ladder, recompute_keys, recomputed_parts
+from megarl.placement.roles import Role, Roles, engine_layout, resolve
 from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSizes, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, MemoryPlan
@@ -24,11 +26,6 @@ from megarl.types import UserError
 
 GB = 1e9
 HOST = "host"
-RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 _BRANCHES = {
     "train": "train",
     "critic": "critic.ranks",
@@ -219,13 +216,28 @@ def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
     least = -(-recipe.longest_sequence // align) * align
     if least < train.tokens_per_micro_batch:
         yield {f"{branch}.tokens_per_micro_batch": least}
-    if phase in ("train", "critic") and train.megatron.get("recompute_granularity") != "full":
-        yield {"train.megatron": {**train.megatron, **RECOMPUTE, "recompute_modules": None}}
+    if phase in ("train", "critic"):
+        yield from _recompute_changes(models["policy"], train)
     if phase != "score" and not train.optimizer_offload:
         yield {"train.optimizer_offload": True}
     for axis in ("ep", "pp", "tp", "cp"):
         for times in (2, 4):
             yield {f"{branch}.{axis}": times * getattr(train, axis)}
+
+
+def _recompute_changes(policy: Role, train: TrainConfig) -> Iterator[_Values]:
+    """More of the layers computed again than now, step by step."""
+    steps = ladder(policy.shape)
+    now = recomputed_parts(train, 0)
+    first = steps.index(now) + 1 if now in steps else 1
+    if "layer" in now:
+        return
+    for parts in steps[first:]:
+        keys = recompute_keys(train, parts, policy.layout.pp)
+        values: _Values = {"train.recompute": keys["recompute"]}
+        if "megatron" in keys:
+            values["train.megatron"] = train.megatron | keys["megatron"]
+        yield values
 
 
 def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:

@@ -7,11 +7,14 @@ Exchanges grow with the tokens; each micro-batch adds what it costs however few 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.hardware import Hardware
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
+from megarl.plan.activations import RowSize
+from megarl.types import RecomputedPart
 
 _ACTIVATION_BYTES = 2  # of a number between layers
 # Assumptions, which bring the published figures in tests/plan/test_layer_time.py within a quarter.
@@ -19,6 +22,16 @@ _ACTIVATION_BYTES = 2  # of a number between layers
 LAYER_S = 1e-3
 # of a layer with experts: the host waits before a forward all-to-all for the number of tokens
 COUNTS_S = 1.5e-3
+# of a layer's kernels, those of a part of it
+KERNELS_SHARE: Mapping[RecomputedPart, float] = {
+    "core_attn": 0.1,
+    "layernorm": 0.1,
+    "mla_up_proj": 0.2,
+    "mlp": 0.3,
+    "moe": 0.6,
+    "moe_act": 0.1,
+    "shared_experts": 0.2,
+}
 
 
 @dataclass(frozen=True)
@@ -56,16 +69,20 @@ class RankLayers:
     deepep: bool = False
 
     @property
-    def unevenness(self) -> float:
-        """Layers of the fullest pipeline rank over those of the mean one: the others wait for it."""
+    def stage_loads(self) -> list[float]:
+        """Layers of each pipeline rank over those of the mean one."""
         layout = self.layout
         layers = self.shape.num_layers
         chunks = range(layout.vpp)
-        fullest = max(
-            sum(len(layout.layers(rank, layers, chunk)) for chunk in chunks)
+        return [
+            sum(len(layout.layers(rank, layers, chunk)) for chunk in chunks) * layout.pp / layers
             for rank in range(layout.pp)
-        )
-        return fullest * layout.pp / layers
+        ]
+
+    @property
+    def unevenness(self) -> float:
+        """The load of the fullest pipeline rank: the others wait for it."""
+        return max(self.stage_loads)
 
     def exchanges(self, tokens: float) -> ExchangeTime:
         """Seconds of a forward pass over so many tokens of a data-parallel rank; TP cuts dense and shared MLPs, too."""
@@ -94,6 +111,53 @@ class RankLayers:
         launched = layers * (forwards + 2 * backwards) * LAYER_S
         waited = sparse * forwards * COUNTS_S * (not self.deepep)
         return moved / self.hardware.hbm_reached_per_s + launched + waited
+
+    def part_s(self, part: RecomputedPart, tokens: float) -> float:
+        """Seconds besides products of a part of each layer, forward, over so many tokens of a data-parallel rank."""
+        row = tokens / self.layout.cp
+        layers = self.shape.num_layers / self.layout.pp
+        sparse = self.shape.num_sparse_layers / self.layout.pp
+        shared_s = 0.0
+        if self.shape.num_shared_experts:
+            shared_s = sparse * self._sum_s(row)
+        match part:
+            case "core_attn":
+                return layers * self._ring_s(tokens)
+            case "mlp":
+                return (layers - sparse) * self._sum_s(row)
+            case "shared_experts":
+                return shared_s
+            case "moe":
+                return sparse * self._experts_s(row / self.layout.tp) + shared_s
+            case "layernorm" | "moe_act":
+                return self._elementwise_bytes(part, row) / self.hardware.hbm_reached_per_s
+        return 0.0
+
+    def _elementwise_bytes(self, part: RecomputedPart, tokens: float) -> float:
+        """What a norm or an activation function reads and writes, in all layers of a mean stage."""
+        row = RowSize(self.shape, self.layout, tokens, _ACTIVATION_BYTES)
+        layers = self.shape.num_layers / self.layout.pp
+        if part == "layernorm":
+            return layers * 2 * row.layer(dense=False)["norm_outputs"]
+        experts = row.layer(dense=False)
+        sparse = self.shape.num_sparse_layers / self.layout.pp
+        return sparse * (experts["experts_fc1"] + experts["experts_act"])
+
+    def part_micro_batch_s(self, part: RecomputedPart, expert_weights_bytes: float) -> float:
+        """Of each micro-batch, however few tokens it has: the part's kernels, and for experts their weights."""
+        layers = self.shape.num_layers / self.layout.pp
+        sparse = self.shape.num_sparse_layers / self.layout.pp
+        if part == "mlp":
+            num_layers = layers - sparse
+        elif part in ("moe", "moe_act", "shared_experts"):
+            num_layers = sparse
+        else:
+            num_layers = layers
+        seconds = num_layers * KERNELS_SHARE[part] * LAYER_S
+        if part == "moe":
+            seconds += expert_weights_bytes / self.hardware.hbm_reached_per_s
+            seconds += sparse * COUNTS_S * (not self.deepep)
+        return seconds
 
     def _bytes(self, tokens: float) -> float:
         return tokens * self.shape.hidden_size * _ACTIVATION_BYTES

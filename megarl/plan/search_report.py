@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console, RenderableType
 
 from megarl.config.loading import overlay_yaml
+from megarl.placement.recomputation import recomputed_parts
 from megarl.plan.estimate import Need, needs_of
 from megarl.plan.layout_search import SearchResult
 from megarl.plan.report import amount, empty_table, engines, parallel_sizes, rendered, text, title
@@ -21,7 +22,7 @@ _NEEDS: Mapping[Need, str] = {
 }
 _NOT_TRIED = {
     "engine": "engines of other dense, head or sglang keys, or on other GPUs",
-    "train": "cp above the recipe's, etp, selective recomputation, ranks of their own for a critic",
+    "train": "cp above the recipe's, etp, recomputation by stage, ranks of their own for a critic",
 }
 
 
@@ -118,7 +119,7 @@ def _train_words(plan: RunPlan) -> str:
     train = plan.recipe.train
     virtual = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
     context = f", cp {layout.cp}" if layout.cp > 1 else ""
-    again = train.megatron.get("recompute_granularity") or "nothing"
+    again = " + ".join(sorted(recomputed_parts(train, 0))) or "nothing"
     sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{context}"
     return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} recomputed"
 

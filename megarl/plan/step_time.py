@@ -7,19 +7,25 @@ docs/plan.md lists what is counted and what is not.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.algos import ALGORITHMS, has_reference, hyperparameters_of
 from megarl.config import CheckpointConfig, Recipe
 from megarl.config.hardware import Hardware
+from megarl.placement.recomputation import recomputed_parts
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
 from megarl.plan.model_size import ModelSize, ModelSizes
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.rollout_time import RolloutTime
-from megarl.training.flops import TRAIN_OVER_FORWARD, total_forward_flops
+from megarl.training.flops import (
+    TRAIN_OVER_FORWARD,
+    module_forward_flops,
+    total_forward_flops,
+)
+from megarl.types import RecomputedPart
 
 # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
 HOST_ADAM_BYTES_PER_S = 40e9
@@ -79,7 +85,8 @@ class StepTime:
 class ComputingModel:
     """The policy or an auxiliary model, with a step's samples; the bytes are of its fullest rank.
 
-    recomputes: the backward pass runs the forward pass again. takes_turns: its GPUs' memory changes hands.
+    recomputed: parts of the layers that each pipeline rank computes again in the backward pass. takes_turns: its GPUs'
+    memory changes hands.
     parameters: of the whole model that are trained. frozen_bytes: of the weights, where adapters are trained; 0
     otherwise. expert_grads_bytes: of grads_bytes, those of experts, which have other replicas.
     """
@@ -87,7 +94,7 @@ class ComputingModel:
     layers: RankLayers
     samples: Samples
     share: RankWork
-    recomputes: bool
+    recomputed: Sequence[frozenset[RecomputedPart]]
     offloads: bool
     takes_turns: bool
     weights_bytes: float
@@ -116,7 +123,44 @@ class ComputingModel:
         return self.passes_s(forwards=1, backwards=0)
 
     def passes_s(self, *, forwards: int, backwards: int) -> float:
-        """So many passes over the step's samples, stretched by bubble, imbalance and the fullest stage's layers.
+        """So many passes over the step's samples, stretched by bubble, imbalance and the fullest stage's layers."""
+        stretch = (1 + self.share.bubble) * self.layers.unevenness
+        return stretch * self._mean_stage_s(forwards, backwards)
+
+    @property
+    def updates_s(self) -> float:
+        """Forward, again where it is recomputed, and backward: all stages wait for the slowest one."""
+        once_s = self._mean_stage_s(1, 1)
+        stages_s = [
+            load * (once_s + self._again_s(parts, once_s))
+            for load, parts in zip(self.layers.stage_loads, self.recomputed, strict=True)
+        ]
+        return (1 + self.share.bubble) * max(stages_s)
+
+    def _again_s(self, parts: frozenset[RecomputedPart], once_s: float) -> float:
+        """What a mean stage takes more where it computes these parts again."""
+        if "layer" in parts:
+            return self._mean_stage_s(2, 1) - once_s
+        return sum(map(self._part_s, parts))
+
+    def _part_s(self, part: RecomputedPart) -> float:
+        layers = self.layers
+        lengths = self.samples.lengths
+        flops = module_forward_flops(layers.shape, lengths).get(part, 0.0)
+        exchanges_s = layers.part_s(part, float(lengths.sum()) / layers.layout.dp)
+        experts = self.weights_bytes * self.expert_grads_bytes / max(1.0, self.grads_bytes)
+        each = layers.part_micro_batch_s(part, experts)
+        seconds = (flops / self._reached + exchanges_s) / self.share.balance
+        return seconds + self.share.updates * self.share.micro_batches * each
+
+    @property
+    def _reached(self) -> float:
+        """Operations a second of all ranks together."""
+        world_size = self.layers.layout.world_size
+        return world_size * self.hardware.bf16_flops * self.hardware.compute_share
+
+    def _mean_stage_s(self, forwards: int, backwards: int) -> float:
+        """So many passes of the ranks of a mean pipeline stage, without the bubble.
 
         Products: FLOPs over what all ranks reach. The backward pass costs two forward passes (gradients of inputs and
         of weights), or one where the weights are frozen; adapters' own products are not counted. Exchanges and
@@ -128,13 +172,11 @@ class ComputingModel:
         each_backward = 1 if self.frozen_bytes else TRAIN_OVER_FORWARD - 1
         passes = forwards + backwards * each_backward
         flops = passes * total_forward_flops(layers.shape, lengths)
-        reached = layers.layout.world_size * self.hardware.bf16_flops * self.hardware.compute_share
         exchanges = layers.exchanges(float(lengths.sum()) / layers.layout.dp)
         exchanges_s = exchanges.total(forwards, backwards)
         each = layers.micro_batch_s(self.weights_bytes, self.grads_bytes, forwards, backwards)
-        seconds = (flops / reached + exchanges_s) / share.balance
-        seconds += share.updates * share.micro_batches * each
-        return seconds * (1 + share.bubble) * layers.unevenness
+        seconds = (flops / self._reached + exchanges_s) / share.balance
+        return seconds + share.updates * share.micro_batches * each
 
     @property
     def memory_s(self) -> float:
@@ -169,10 +211,10 @@ class ComputingModel:
         return 2 * self.optimizer_bytes / HOST_ADAM_BYTES_PER_S + crossing
 
     def learning_time(self) -> TrainTime:
-        """The updates of a step: forward, again where it is recomputed, and backward."""
+        """The updates of a step."""
         return TrainTime(
             memory_s=self.memory_s,
-            updates_s=self.passes_s(forwards=1 + self.recomputes, backwards=1),
+            updates_s=self.updates_s,
             gradients_s=self.share.updates * self.gradients_s,
             optimizer_s=self.share.updates * self.optimizer_s,
         )
@@ -236,7 +278,7 @@ def _computing(
         layers,
         samples,
         share,
-        recomputes=train.megatron.get("recompute_granularity") == "full",
+        recomputed=[recomputed_parts(train, stage) for stage in stages],
         offloads=train.optimizer_offload,
         takes_turns=any(slot in shared for slot in size.slots),
         weights_bytes=weights * size.weight_bytes,

@@ -87,6 +87,38 @@ def train_work(shape: ModelShape) -> Callable[[int], float]:
     return work
 
 
+def module_forward_flops(shape: ModelShape, lengths: IntArray) -> dict[str, float]:
+    """Of a forward pass over all sequences, the operations of the parts of layers that can be computed again.
+
+    By Megatron's names of them (`recompute_modules`), those with matrix products; `moe` with its shared experts.
+    """
+    tokens = float(lengths.sum())
+    pairs = float((lengths * (lengths + 1) // 2).sum())
+    expert = 3 * shape.hidden_size * shape.moe_ffn_size
+    shared = shape.num_sparse_layers * shape.num_shared_experts * expert
+    routed = shape.num_sparse_layers * (
+        shape.hidden_size * shape.num_experts + shape.experts_per_token * expert
+    )
+    linear = {
+        "mla_up_proj": shape.num_layers * _up_projections(shape),
+        "mlp": shape.num_dense_layers * 3 * shape.hidden_size * shape.ffn_size,
+        "moe": routed + shared,
+        "shared_experts": shared,
+    }
+    flops = {part: 2.0 * tokens * multiply_adds for part, multiply_adds in linear.items()}
+    return flops | {"core_attn": 2.0 * pairs * shape.num_layers * _attention(shape)[1]}
+
+
+def _up_projections(shape: ModelShape) -> int:
+    """Multiply-adds for each token of a layer's latent attention, from compressed queries, keys and values."""
+    mla = shape.mla
+    if mla is None:
+        return 0
+    from_width = shape.hidden_size if mla.q_lora_rank is None else mla.q_lora_rank
+    queries = from_width * (mla.nope_dim + mla.rope_dim)
+    return shape.num_heads * (queries + mla.kv_lora_rank * (mla.nope_dim + mla.v_dim))
+
+
 def _multiply_adds(shape: ModelShape) -> tuple[int, int]:
     """(for each token, for each pair of a query and a key) of the whole model."""
     attention, per_pair = _attention(shape)

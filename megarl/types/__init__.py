@@ -50,6 +50,10 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Estimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
 LrSchedule = Literal["constant", "linear", "cosine"]
+# of a layer: all of it, and Megatron's recompute_modules
+RecomputedPart = Literal[
+    "layer", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"
+]
 WhenShort = Literal["train", "stop"]
 WhenFailed = Literal["drop", "stop", "penalise"]
 WhenOverlong = Literal["refuse", "drop"]

@@ -70,6 +70,19 @@ def test_unnormalised_routing_takes_the_softmax_first(edited: Any) -> None:
     assert config(edited(norm_topk_prob=False), {}).moe_router_pre_softmax is True
 
 
+def test_stages_may_compute_different_parts_again(checkpoint_path: Path) -> None:
+    train = TrainConfig(lr=1.0, recompute={"layer": 1, "core_attn": 2})
+    first, second = (
+        transformer_config(
+            hf_facts(checkpoint_path), model_shape(checkpoint_path), TrainLayout(4, 2, 2, 2), torch.bfloat16,
+            train, stage,
+        )
+        for stage in range(2)
+    )  # fmt: skip
+    assert (first.recompute_granularity, second.recompute_granularity) == ("full", "selective")
+    assert second.recompute_modules == ["core_attn"]
+
+
 def test_options_pass_through(checkpoint_path: Path) -> None:
     options = {
         "recompute_granularity": "full",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,7 +15,8 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import COUNTS_S, LAYER_S, RankLayers
 from megarl.plan.step_time import ComputingModel
-from megarl.training.flops import forward_flops, train_work
+from megarl.training.flops import train_work
+from megarl.types import RecomputedPart
 from tests.plan.plans import SHAPE
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -132,6 +132,10 @@ def test_a_pipeline_waits_for_its_fullest_stage() -> None:
 # --- published speeds ----------------------------------------------------------------------------------------------
 
 
+EXPERTS: frozenset[RecomputedPart] = frozenset({"moe"})
+LAYERS: frozenset[RecomputedPart] = frozenset({"layer"})
+
+
 @dataclass(frozen=True)
 class Run:
     """A published run: its layout, sequences a step, micro-batch in sequences, and TFLOP/s of model FLOPs a GPU.
@@ -150,7 +154,7 @@ class Run:
     cp: int = 1
     card: str = "h100"
     deepep: bool = True
-    again: Literal["", "experts", "layers"] = ""
+    again: frozenset[RecomputedPart] = frozenset()
     world: int = 256
     model: str = "qwen3-235b-a22b"
 
@@ -164,15 +168,15 @@ PUBLISHED = [
     TP2_EP8_PP32,
     TP4_EP8_PP8,
     # The same page, "Long Context".
-    Run(295, 4, 8, 8, 4, 256, 16384, again="experts"),
-    Run(335, 4, 8, 8, 4, 256, 32768, cp=2, again="experts"),
-    Run(368, 4, 8, 8, 4, 256, 65536, cp=4, again="experts"),
-    Run(389, 4, 8, 8, 4, 256, 131072, cp=8, again="experts"),
+    Run(295, 4, 8, 8, 4, 256, 16384, again=EXPERTS),
+    Run(335, 4, 8, 8, 4, 256, 32768, cp=2, again=EXPERTS),
+    Run(368, 4, 8, 8, 4, 256, 65536, cp=4, again=EXPERTS),
+    Run(389, 4, 8, 8, 4, 256, 131072, cp=8, again=EXPERTS),
     # github.com/alibaba/Pai-Megatron-Patch/issues/658: 256 H800; 1,541, 1,507, 1,462 and 1,428 tokens a second and GPU.
-    Run(229, 1, 8, 32, 3, 4096, micro_batch=4, card="h800", deepep=False, again="layers"),
-    Run(224, 2, 8, 32, 3, 4096, micro_batch=4, card="h800", deepep=False, again="layers"),
+    Run(229, 1, 8, 32, 3, 4096, micro_batch=4, card="h800", deepep=False, again=LAYERS),
+    Run(224, 2, 8, 32, 3, 4096, micro_batch=4, card="h800", deepep=False, again=LAYERS),
     Run(217, 2, 8, 32, 3, 2048, card="h800", deepep=False),
-    Run(212, 1, 8, 32, 3, 2048, card="h800", deepep=False, again="experts"),
+    Run(212, 1, 8, 32, 3, 2048, card="h800", deepep=False, again=EXPERTS),
     # github.com/NVIDIA/Megatron-LM, examples/moe_recipes/qwen3_30b/h100, figure of pull request 5728: 32 H100.
     Run(240.5, 1, 8, 1, 1, 256, world=32, model="qwen3-30b-a3b"),
 ]
@@ -206,18 +210,10 @@ def planned_tflops(run: Run) -> float:
     )
     layers = RankLayers(shape, layout, CARDS[run.card], 8, run.deepep)
     model = ComputingModel(
-        layers, samples, work, False, False, False, 2 * weights, 4 * weights, 0.0, 1
-    )
-    once, again = (model.passes_s(forwards=forwards, backwards=1) for forwards in (1, 2))
-    of_experts = (
-        2 * shape.num_layers * shape.experts_per_token * 3 * shape.hidden_size * shape.moe_ffn_size
-    )
-    share = {
-        "": 0.0,
-        "experts": of_experts * run.length / forward_flops(shape, run.length),
-        "layers": 1.0,
-    }[run.again]
-    seconds = once + share * (again - once)
+        layers, samples, work, [run.again] * run.pp, False, False, 2 * weights, 4 * weights, 0.0, 1,
+        expert_grads_bytes=4 * experts * shape.num_layers / run.pp,
+    )  # fmt: skip
+    seconds = model.updates_s
     return run.sequences * train_work(shape)(run.length) / run.world / seconds / 1e12
 
 

@@ -20,6 +20,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.config.loading import load_recipe, overlaid, overlay_yaml
 from megarl.model.shape import ModelShape
+from megarl.placement.recomputation import ladder, recomputed_parts
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan import candidates
@@ -253,13 +254,13 @@ def test_variants_recompute_or_keep_and_move_the_optimizer(tmp_path: Path) -> No
     variants = [overlay["train"] for overlay in train_variants(small_recipe, layout)]
     assert {variant["optimizer_offload"] for variant in variants} == {False, True}
     assert {variant["tokens_per_micro_batch"] for variant in variants} == {18432, 24576, 49152}
-    assert {variant.get("megatron", {}).get("recompute_granularity") for variant in variants} == {
-        None,
-        "full",
-    }
+    steps = set(ladder(resolve(small_recipe).policy.shape))
+    assert len(steps) > 2
     full = overlaid(small_recipe, {"train": {"megatron": {"recompute_granularity": "full"}}})
-    kept = [overlaid(full, overlay).train.megatron for overlay in train_variants(full, layout)]
-    assert {options["recompute_granularity"] for options in kept} == {None, "full"}
+    for recipe in (small_recipe, full):
+        overlays = train_variants(recipe, layout)
+        tried = [overlaid(recipe, overlay).train for overlay in overlays]
+        assert {recomputed_parts(train, 0) for train in tried} == steps
 
 
 def test_an_overlay_has_only_what_it_changes() -> None:

@@ -15,7 +15,7 @@ from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
 from megarl.plan.rollout_time import NO_ROLLOUT
 from megarl.plan.step_time import ComputingModel, TrainTime
-from megarl.training.flops import train_work
+from megarl.training.flops import module_forward_flops, train_work
 from tests.plan import recipes as planning
 from tests.plan.plans import SHAPE
 
@@ -24,7 +24,7 @@ SAMPLES = Samples(2, 2, 8, 8, 50, 400, np.full(8, 50))
 LAYOUT = TrainLayout(16, tp=2, pp=2, ep=4)
 LAYERS = RankLayers(SHAPE, LAYOUT, CARD, 8)
 MODEL = ComputingModel(
-    LAYERS, SAMPLES, RankWork(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), False, False, True, 2e9, 4e9, 3e9, 10**9,
+    LAYERS, SAMPLES, RankWork(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), [frozenset()] * 2, False, True, 2e9, 4e9, 3e9, 10**9,
     expert_grads_bytes=1e9,
 )  # fmt: skip
 
@@ -39,11 +39,33 @@ def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_an
     assert learning.updates_s == pytest.approx(
         1.25 * ((products + exchanges.total(1, 1)) / 0.8 + 2 * 4 * each)
     )
-    again = replace(MODEL, recomputes=True).learning_time()
+    again = replace(MODEL, recomputed=[frozenset({"layer"})] * 2).learning_time()
     whole = (products * 4 / 3 + exchanges.total(2, 1)) / 0.8 + 2 * 4 * LAYERS.micro_batch_s(
         2e9, 4e9, 2, 1
     )
     assert again.updates_s == pytest.approx(1.25 * whole)
+
+
+def test_parts_of_layers_that_are_computed_again_take_their_products_exchanges_and_kernels() -> (
+    None
+):
+    lengths = SAMPLES.lengths
+    reached = 16 * 989.4e12 * CARD.compute_share
+    moe = module_forward_flops(SHAPE, lengths)["moe"] / reached + LAYERS.part_s("moe", 8 * 100 / 4)
+    # a quarter of the weights are experts'
+    each = LAYERS.part_micro_batch_s("moe", 2e9 / 4)
+    again = replace(MODEL, recomputed=[frozenset({"moe"})] * 2)
+    assert again.updates_s - MODEL.updates_s == pytest.approx(1.25 * (moe / 0.8 + 2 * 4 * each))
+    whole = replace(MODEL, recomputed=[frozenset({"layer"})] * 2)
+    assert MODEL.updates_s < again.updates_s < whole.updates_s
+
+
+def test_the_stage_that_computes_most_again_sets_the_pace_unless_it_has_fewer_layers() -> None:
+    first = replace(MODEL, recomputed=[frozenset({"layer"}), frozenset()])
+    both = replace(MODEL, recomputed=[frozenset({"layer"})] * 2)
+    assert first.updates_s == pytest.approx(both.updates_s)
+    shorter = replace(LAYERS, layout=replace(LAYOUT, stage_layers=(4, 6)))
+    assert replace(first, layers=shorter).updates_s < first.updates_s
 
 
 def test_all_stages_wait_for_the_one_with_the_most_layers() -> None:

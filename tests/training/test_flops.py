@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,6 +58,19 @@ def test_torch_counts_the_same(family: str, tmp_path: Path) -> None:
     masked = 2 * hidden_pairs * shape.num_layers * shape.num_heads * width
     assert counter.get_total_flops() - positions - masked == flops.forward_flops(shape, LENGTH)
     assert flops.train_work(shape)(LENGTH) == 3 * flops.forward_flops(shape, LENGTH)
+    parts = flops.module_forward_flops(shape, np.array([LENGTH]))
+    of_mlps = [
+        sum(ops.values())
+        for name, ops in by_module.items()
+        if re.search(r"layers\.\d+\.mlp$", name)
+    ]
+    assert sum(of_mlps) == parts["moe"] + parts["mlp"]
+    ups = [
+        sum(ops.values())
+        for name, ops in by_module.items()
+        if re.search(r"layers\.\d+\.self_attn\.(q_b_proj|kv_b_proj)$", name)
+    ]
+    assert sum(ups) == parts["mla_up_proj"]
 
 
 @pytest.mark.parametrize(
