@@ -146,7 +146,9 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
         },
     )
     assert engines.asked == [(4, 5), (4, 6)]
-    assert engines.firsts == [False, True], "a connection that is broken would fail the second one, too"
+    assert engines.firsts == [False, True], (
+        "a connection that is broken would fail the second one, too"
+    )
     assert (bare_fleet.version, bare_fleet.attempts) == (4, 6)
     assert lines == ["the reshard to version 4 failed and is repeated: engine 0: broken off"]
     assert phases == ["reshard", "rollout"]
