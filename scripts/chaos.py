@@ -341,7 +341,8 @@ def hit_by_clock(folder: Path, seed: int, every_s: float, for_s: float) -> Itera
 
 def _restarted(run: Attack, step_s: float) -> Iterator[dict[str, Any]]:
     """Kill the whole run, and start it: what that costs."""
-    step = max(1, run.state()["step"])
+    # beyond those that are recorded
+    step = run.steps + 1
     run.kill()
     seconds = resumed_s(run, step) - step_s
     yield {"restart_s": max(0.0, seconds)}
