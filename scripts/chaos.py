@@ -184,10 +184,10 @@ def attack(
     step = _await_moment(run, fault)
     if step is None:
         return outcome
+    time.sleep(fault.share * usual_s[fault.phase])
     # a run that resumes has records already
     outcome.step = step = max(step, run.steps + 1)
     step_began_s = run.began_s
-    time.sleep(fault.share * usual_s[fault.phase])
     log_size = run.log.stat().st_size
     with ExitStack() as stack:
         if disk:
