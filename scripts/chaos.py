@@ -1,7 +1,8 @@
 """Hit processes of a run again and again, and compare its end with that of an undisturbed run.
 
-    python scripts/chaos.py --faults 40 [--from 0] [--seed 1] [--run plain] [--results FILE] [--page FILE]
+    python scripts/chaos.py --faults 40 [--from 0] [--seed 1] [--run plain] [--steps 16] [--results FILE] [--page FILE]
         [--folder DIR]
+    python scripts/chaos.py --run quickstart --every 20 --for 600 [--results FILE] [--folder DIR]
 
 A tiny model, on CPU, seeded samples. Each fault is drawn by its number: what is done, to a process of which role, and a
 moment of which phase (chaos_faults.py); it hits the next step that has the phase. Where a fault ends the run, it must
@@ -9,7 +10,9 @@ say so in time, with a named cause and without a process or file left behind, an
 optimizer, metrics (but for times) and samples must be the undisturbed run's to the last bit.
 
 Each fault is a line of JSON, also appended to --results, so that many commands make one matrix: --page makes a page of
-all of its lines, with --faults 0 of them alone. Exit code 1: something differs, hangs or is left.
+all of its lines, with --faults 0 of them alone. Of a number that was hit more than once the last line counts. With
+--every faults come by the clock, wherever the run is, and none is waited for. Exit code 1: something differs, hangs or
+is left.
 """
 
 from __future__ import annotations
@@ -49,12 +52,12 @@ from chaos_faults import (
     ray_nodes,
 )
 from chaos_page import page
-from chaos_runs import PHASES, RUNS, STEPS
+from chaos_runs import PHASES, RUNS
 
 ROOT = Path(__file__).resolve().parents[1]
 ENDED_S = 60.0  # within which the step is done after all, or the run has ended
 HUNG_S = 200.0
-FIRST = 2  # the step before has longer starts
+FIRST = 4  # the steps before have longer starts, and teach how long a silence may be
 # what engines measure otherwise, and what faults cost
 _OF_WORKERS = ("workers_replaced", "retries", "calls_lost", "breaker_open_s")
 MEASURED = (
@@ -188,7 +191,8 @@ def attack(
     step = _await_moment(run, fault)
     if step is None:
         return outcome
-    outcome.step = step
+    # a run that resumes has records already
+    outcome.step = step = max(step, run.steps + 1)
     step_began_s = run.began_s
     time.sleep(fault.share * usual_s[fault.phase])
     log_size = run.log.stat().st_size
@@ -220,6 +224,8 @@ def _watch(run: Attack, outcome: Outcome, log_size: int, stack: ExitStack) -> No
         if has_ended:
             outcome.outcome = "ended"
             outcome.cause = _last_line(run.new_text(log_size))
+        elif re.search("^megarl: ", text, re.MULTILINE) and passed_s < HUNG_S:
+            pass  # the run ends
         elif steps >= target and outcome.detected_s is not None:
             outcome.outcome = "recovered"
         elif steps > outcome.step or run.process.returncode == 0:
@@ -291,8 +297,10 @@ def disturb(
     run = Attack(folder, name, nodes)
     usual_s = usual_seconds(folder, "undisturbed")
     leftovers = Leftovers(run.marker)
+    numbers = []
     run.start()
     for index, fault in faults:
+        numbers.append(index)
         rng = random.Random(f"victim {index}")
         if fault.phase == "start" and run.steps >= 0:
             yield from _restarted(run, usual_s["step"])
@@ -306,9 +314,35 @@ def disturb(
         if nodes and outcome.outcome != "missed":
             nodes.renew()
         yield {"index": index} | asdict(outcome)
-        if not run.is_running or run.steps >= STEPS - 2:
+        if not run.is_running or run.steps >= soak.STEPS - 2:
             break
-    yield {"end": _end_of(run, folder, leftovers)}
+    yield {"end": _end_of(run, folder, leftovers), "faults": numbers}
+
+
+def hit_by_clock(folder: Path, seed: int, every_s: float, for_s: float) -> Iterator[dict[str, Any]]:
+    """The quickstart, hit every so many seconds for a time, and started again where that ends it; its end."""
+    soak.STEPS = 30
+    prepared(folder, "quickstart")
+    run = Attack(folder, f"disturbed-{seed}")
+    leftovers = Leftovers(run.marker)
+    hits: list[str] = []
+    num_starts = 1
+    began = time.monotonic()
+    run.start()
+    for index, fault in _faults("quickstart", seed, range(round(for_s / every_s))):
+        due = began + (index + 1) * every_s
+        while time.monotonic() < due and (run.is_running or run.process.returncode != 0):
+            if not run.is_running:
+                run.start()
+                num_starts += 1
+            time.sleep(0.1)
+        if not run.is_running:
+            break
+        if run.strike(fault, random.Random(f"victim {index}")):
+            hits.append(f"{fault.kind} {fault.role}")
+    end = _end_of(run, folder, leftovers)
+    seconds = round(time.monotonic() - began)
+    yield {"run": "quickstart", "hits": hits, "starts": num_starts, "seconds": seconds, "end": end}
 
 
 def _restarted(run: Attack, step_s: float) -> Iterator[dict[str, Any]]:
@@ -349,7 +383,7 @@ def _is_same_state(folder: Path, name: str) -> bool:
     """Whether what the last checkpoint says of the run is the same, but for how many exchanges were tried."""
     states = []
     for run in ("undisturbed", name):
-        file = folder / "runs" / run / "checkpoints" / f"step-{STEPS:06d}" / "run.json"
+        file = folder / "runs" / run / "checkpoints" / f"step-{soak.STEPS:06d}" / "run.json"
         states.append(json.loads(file.read_text()) | {"attempts": 0})
     return states[0] == states[1]
 
@@ -358,9 +392,11 @@ def prepared(folder: Path, name: str) -> None:
     """The undisturbed run, if it is not there yet."""
     kind = RUNS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "runs" / "undisturbed" / "checkpoints" / f"step-{STEPS:06d}").exists():
+    if (folder / "runs" / "undisturbed" / "checkpoints" / f"step-{soak.STEPS:06d}").exists():
         return
-    soak.prepare(folder, [*kind.overrides], episodes=kind.episodes)
+    overrides = [*kind.overrides, f"run.steps={soak.STEPS}"]
+    many_ends = name != "quickstart"
+    soak.prepare(folder, overrides, episodes=kind.episodes, many_ends=many_ends)
     if name == "critic":
         from tests.parallel.checkpoints import write_classifier
 
@@ -385,7 +421,6 @@ def results_of(
     name: str, folder: Path, seed: int, numbers: Sequence[int], only: str | None = None
 ) -> Iterator[Any]:
     """The results of all faults with these numbers, by as many runs as that takes; only: as of `_faults`."""
-    soak.STEPS = STEPS
     with ExitStack() as stack:
         disk = None
         nodes = None
@@ -420,6 +455,18 @@ def is_bad(result: dict[str, Any]) -> bool:
     return bool(end.get("differences") or end.get("left") or result.get("left") or is_late)
 
 
+def _asked_for(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    if arguments.every:
+        target = (folder / "quickstart").resolve()
+        yield from hit_by_clock(target, arguments.seed, arguments.every, arguments.for_s)
+        return
+    numbers = range(arguments.first, arguments.first + arguments.faults)
+    for name in arguments.run or RUNS:
+        if numbers:
+            target = (folder / name).resolve()
+            yield from results_of(name, target, arguments.seed, numbers, arguments.only)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -430,23 +477,22 @@ def main() -> int:
     parser.add_argument("--run", action="append", choices=[*RUNS], help="by default all of them")
     parser.add_argument("--results", type=Path, help="a file to which the results are appended")
     parser.add_argument("--page", type=Path, help="a page of all results in the file")
+    parser.add_argument("--steps", type=int, default=16, help="of a run")
+    parser.add_argument("--every", type=float, help="hit the quickstart once in so many seconds")
+    parser.add_argument("--for", type=float, default=600.0, dest="for_s", help="so many seconds")
     parser.add_argument("--only", help="this fault again and again, as kill,scheduler,train")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
+    soak.STEPS = arguments.steps
     num_bad = 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
-        numbers = range(arguments.first, arguments.first + arguments.faults)
-        for name in arguments.run or RUNS:
-            folder = ((arguments.folder or Path(temporary)) / name).resolve()
-            for result in (
-                results_of(name, folder, arguments.seed, numbers, arguments.only) if numbers else ()
-            ):
-                num_bad += is_bad(result)
-                line = json.dumps(result)
-                print(line, flush=True)
-                if arguments.results:
-                    with arguments.results.open("a") as file:
-                        file.write(line + "\n")
+        for result in _asked_for(arguments, arguments.folder or Path(temporary)):
+            num_bad += is_bad(result)
+            line = json.dumps(result)
+            print(line, flush=True)
+            if arguments.results:
+                with arguments.results.open("a") as file:
+                    file.write(line + "\n")
     if arguments.page:
         lines = arguments.results.read_text().splitlines()
         before = arguments.page.read_text() if arguments.page.exists() else ""

@@ -15,6 +15,7 @@ _BEGUN = "<!-- made by scripts/chaos.py from its results -->"
 
 def page(results: Sequence[dict[str, Any]], before: str = "") -> str:
     """Markdown. results: of `chaos.results_of`. before: the page as it is, whose first part stays."""
+    results = _newest(results)
     faults = [result for result in results if "fault" in result]
     ends = [result for result in results if "end" in result]
     restarts_s = [result["restart_s"] for result in results if "restart_s" in result]
@@ -27,6 +28,23 @@ def page(results: Sequence[dict[str, Any]], before: str = "") -> str:
         _exceptions(faults, ends),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _newest(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the faults whose number was hit again, and the ends of runs with such a fault."""
+    last = {_key(result, result["index"]): result for result in results if "fault" in result}
+
+    def is_newest(place: int, result: dict[str, Any]) -> bool:
+        if "fault" in result:
+            return last[_key(result, result["index"])] is result
+        again = {_key(later, later["index"]) for later in results[place:] if "fault" in later}
+        return not any(_key(result, number) in again for number in result.get("faults", ()))
+
+    return [result for place, result in enumerate(results) if is_newest(place, result)]
+
+
+def _key(result: dict[str, Any], number: int) -> tuple[str, int, int]:
+    return result["run"], result.get("seed", 1), number
 
 
 def _summary(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import soak_resume as soak
 from chaos_faults import NODES
 
-STEPS = 16
 SMALL = [
     "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=4",
@@ -21,6 +20,8 @@ SMALL = [
     "train.pp=1",
     "train.ep=2",
     "train.updates_per_step=2",
+    # so low that responses stay as long as they are
+    "train.lr=1e-5",
     "placement.gpus=2",
     "evaluation.max_prompts=4",
     "evaluation.every=3",
@@ -29,7 +30,6 @@ SMALL = [
     "run.restarts=1000",
     "run.timeout_s=60",
     "checkpoint.every=2",
-    f"run.steps={STEPS}",
 ]
 PHASED = [
     "rollout.phase_tokens=6",
@@ -60,6 +60,15 @@ ADAPTERS = [
     "lora.experts=0",
     "lora.targets=[q_proj, k_proj, v_proj, o_proj]",
 ]
+# the recipe itself, but for what makes its samples repeatable and its losses many
+QUICKSTART = [
+    "rollout.seeded=true",
+    "run.restarts=1000",
+    "run.timeout_s=60",
+    "run.trackers=[]",
+    "checkpoint.every=1",
+    "checkpoint.memory_copies=true",
+]
 PHASES = ("start", "rollout", "train", "save", "reshard", "eval")
 ROLES = ("engine", "scheduler", "rank", "reward worker", "Ray worker", "raylet")
 
@@ -87,6 +96,7 @@ RUNS = {
         episodes=True,
     ),
     "disk": Kind([*SMALL, "checkpoint.may_fail=20"], ("disk",), PHASES[1:]),
+    "quickstart": Kind(QUICKSTART, (*ROLES, "keeper")),
     "nodes": Kind(
         [*SMALL, *COPIES, "placement.node_gpus=1", "placement.spare_nodes=1"], NODES, PHASES[1:]
     ),

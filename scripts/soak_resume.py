@@ -115,8 +115,11 @@ _SECONDS = (
 _LIMIT_S = 300.0
 
 
-def prepare(folder: Path, overrides: list[str], *, episodes: bool) -> None:
-    """The quickstart's model and data, a reward that teaches something from the first step on, and the overrides."""
+def prepare(folder: Path, overrides: list[str], *, episodes: bool, many_ends: bool = True) -> None:
+    """The quickstart's model and data, a reward that teaches something from the first step on, and the overrides.
+
+    many_ends: an untrained model ends a response now and then, by one of many tokens.
+    """
     model, tools = ("tiny-qwen3-moe-tools", ["--tools"]) if episodes else ("tiny-qwen3-moe", [])
     for script, target in (("make_tiny_moe.py", f"models/{model}"), ("make_arithmetic.py", "data")):
         command = [
@@ -127,11 +130,11 @@ def prepare(folder: Path, overrides: list[str], *, episodes: bool) -> None:
             str(folder / target),
         ]
         subprocess.run(command, check=True, capture_output=True)
-    file = folder / "models" / model / "generation_config.json"
-    config = json.loads(file.read_text())
-    # an untrained model draws one of them now and then
-    ends = [config["eos_token_id"], *range(40, 40 + NUM_ENDS)]
-    file.write_text(json.dumps(config | {"eos_token_id": ends}))
+    if many_ends:
+        file = folder / "models" / model / "generation_config.json"
+        config = json.loads(file.read_text())
+        ends = [config["eos_token_id"], *range(40, 40 + NUM_ENDS)]
+        file.write_text(json.dumps(config | {"eos_token_id": ends}))
     (folder / "odd_reward.py").write_text(REWARD)
     (folder / "odd_talk.py").write_text(TALK)
     (folder / "recipe").write_text("quickstart_tools.yaml" if episodes else "quickstart.yaml")

@@ -79,6 +79,7 @@ DOORS = {  # library -> the only places that import it
         "megarl.plan.search_report",
         "megarl.tracking.run_log",
         "megarl.plan.report",
+        "megarl.tracking.loss_table",
         "megarl.tracking.progress",
     },
     "tensorboard": {"megarl.tracking.trackers.tensorboard_file"},

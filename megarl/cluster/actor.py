@@ -151,7 +151,12 @@ class _Shell:
         return Pulse(os.getpid(), self._is_made.is_set(), self._still_s())
 
     def _still_s(self) -> float:
-        """For how long a call has stood still; 0 while it starts, or waits for a disk, which is the disk's matter."""
+        """For how long a call has stood still; 0 while it starts, or waits for a disk, which is the disk's matter.
+
+        What runs calls on the event loop says it by a method `still_s`.
+        """
+        if hasattr(self._target, "still_s"):
+            return self._target.still_s()
         if self._num_open == 0 or not self._is_made.is_set() or has_open_calls():
             self._stillness.end()
             return 0.0
@@ -183,7 +188,8 @@ class Worker:
         """slot: the number of its GPU slot. host: an address of the controller's node. strategy: Ray's scheduling.
 
         gpus: Ray's `num_gpus`; 0 for a process that only inspects its node. computes: whether its calls wait for
-        nothing but processors, disks, and calls of others that compute.
+        nothing but processors, disks, and calls of others that compute, or it says itself for how long they stand
+        still.
         """
         shell: Any = ray.remote(_Shell).options(
             scheduling_strategy=strategy, num_gpus=gpus, num_cpus=0, max_concurrency=_CALLS

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 _FACTOR = 10.0  # of the longest silence that has ended
 _ENOUGH = 20  # silences that have ended: with fewer nothing is known
+ENOUGH_ALIKE = 3  # the same where each is that of the same work, which every step does once
 
 
 class Deadline:
     """A limit between a floor and a ceiling: ten times the longest silence that has ended in this run.
 
-    ceiling_s: the limit while little is known (run.timeout_s). floor_s: however short all silences were.
+    ceiling_s: the limit while little is known (run.timeout_s). floor_s: however short all silences were. enough: so
+    many have to have ended before the limit is less than the ceiling.
     """
 
-    def __init__(self, ceiling_s: float, floor_s: float = 10.0) -> None:
+    def __init__(self, ceiling_s: float, floor_s: float = 10.0, enough: int = _ENOUGH) -> None:
         self.ceiling_s = ceiling_s
         self._floor_s = floor_s
+        self._enough = enough
         self._longest_s = 0.0
         self._count = 0
 
@@ -25,6 +28,6 @@ class Deadline:
 
     @property
     def limit_s(self) -> float:
-        if self._count < _ENOUGH:
+        if self._count < self._enough:
             return self.ceiling_s
         return min(self.ceiling_s, max(self._floor_s, _FACTOR * self._longest_s))

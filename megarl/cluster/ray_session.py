@@ -31,6 +31,7 @@ from megarl.config import PlacementConfig, Recipe
 from megarl.device import is_loopback
 from megarl.printable import Say, first_line
 from megarl.types import UserError
+from megarl.types.losses import Losses
 
 
 class Cluster(Calls):
@@ -47,12 +48,13 @@ class Cluster(Calls):
         timeout_s: float = 600.0,
         say: Say = lambda _: None,
         spare_nodes: int = 0,
+        losses: Losses | None = None,
     ) -> None:
         """gpus: how many slots; 0: join a cluster without taking any. node_gpus: join the cluster that RAY_ADDRESS
         names and take so many GPUs of each node; None: start a session here.
 
         timeout_s: how long a worker may leave a heartbeat unanswered. say: prints a line for the user. spare_nodes: how
-        many nodes more than the slots need are held for `replace_node`.
+        many nodes more than the slots need are held for `replace_node`. losses: gets those of its processes.
         """
         self._gpus = gpus
         self._joins = node_gpus is not None
@@ -60,20 +62,22 @@ class Cluster(Calls):
         self._slots = NodeSlots(node_gpus or gpus)
         self._num_spares = spare_nodes
         self._faults = NodeFaults(say)
+        self.loss_log = losses or Losses()
         self._say = say
         # of all workers that there have been, also those whose slots are on another node now
         self._homes: dict[Worker, ReservedNode] = {}
         self._unstarted: set[Worker] = set()  # whose processes never came up, and were reported
 
     @classmethod
-    def of_run(cls, recipe: Recipe, say: Say) -> Cluster:
-        """The slots that a recipe begins with, and its spare nodes."""
+    def of_run(cls, recipe: Recipe, say: Say, losses: Losses) -> Cluster:
+        """The slots that a recipe begins with, and its spare nodes. losses: gets those of its processes."""
         return cls(
             gpus=recipe.first_gpus,
             node_gpus=recipe.placement.node_gpus,
             timeout_s=recipe.run.timeout_s,
             say=say,
             spare_nodes=recipe.placement.spare_nodes,
+            losses=losses,
         )
 
     def __enter__(self) -> Cluster:

@@ -255,8 +255,9 @@ class Fleet(TrainingFleet):
         """Exchange weights until all engines have this version; what was exchanged.
 
         An exchange that fails is tried once more while every process is alive, and again after an engine was lost and
-        started anew: it writes everything anew, and between the two the engines refuse to sample. Raises WorkerFailed
-        when that fails too or a training rank is gone.
+        started anew: it writes everything anew, and between the two the engines refuse to sample. Where that
+        fails by an engine's error, the engine is lost. Raises WorkerFailed when it fails by another's, or a training
+        rank is gone.
         """
         processes = self.engines.processes
         is_repeated = False
@@ -279,7 +280,7 @@ class Fleet(TrainingFleet):
                     raise
                 self._refuse_lost_ranks()
                 if processes.num_lost == num_lost:
-                    if is_repeated:
+                    if is_repeated and not processes.lose_named(failure):
                         raise
                     is_repeated = True
                 self.say(f"the reshard to version {version} failed and is repeated: {failure}")

@@ -15,6 +15,7 @@ from megarl.recovery.rank_processes import RankProcesses
 from megarl.recovery.repetition import Checkpoints, Repetition
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_copies import StateCopies
+from megarl.types.losses import Losses
 
 
 class RecoverableRanks:
@@ -38,6 +39,10 @@ class RecoverableRanks:
     @property
     def rank_processes(self) -> Sequence[RankProcesses]:
         return [ranks.processes for ranks in self._groups]
+
+    @property
+    def loss_log(self) -> Losses:
+        return self._cluster.loss_log
 
     @property
     def trained_ranks(self) -> Sequence[Worker]:

@@ -105,7 +105,7 @@ class EngineProcesses:
 
     def _new_worker(self, index: int, slot: int) -> Worker:
         on_loss = partial(self._on_loss, index) if self._recipe.run.restarts else None
-        return self._cluster.worker(f"engine {index}", slot, on_loss)
+        return self._cluster.worker(f"engine {index}", slot, on_loss, computes=True)
 
     def start(self) -> dict[Ref, str]:
         """Begin to start all engines, once; the calls to wait for."""
@@ -199,6 +199,7 @@ class EngineProcesses:
 
     def _be_ready(self, engine: EngineProcess, source: str) -> None:
         engine.state = "ready"
+        self._cluster.loss_log.is_back(engine.worker.name)
         if engine.added_s is not None:
             seconds = time.monotonic() - engine.added_s
             self._say(
@@ -220,6 +221,7 @@ class EngineProcesses:
             return
         self.num_lost += 1
         name = engine.worker.name
+        self._cluster.loss_log.add(name, cause)
         self._discard(engine)
         if self.weights:
             self.weights.abandon_copies(engine, str(cause))
@@ -233,6 +235,14 @@ class EngineProcesses:
         self._say(f"{cause}; the engine is started anew")
         if self.have_memory or not engine.shares:
             self._start(engine)
+
+    def lose_named(self, cause: WorkerFailed) -> bool:
+        """Whether the worker that has failed is an engine, which then is lost. Raises as `lose`."""
+        for engine in self.engines:
+            if engine.worker.name == cause.worker:
+                self.lose(engine, engine.worker, cause)
+                return True
+        return False
 
     def _discard(self, engine: EngineProcess) -> None:
         """End what is left of an engine's processes."""

@@ -80,6 +80,7 @@ class ExternalEngineProcesses(EngineProcesses):
         losses.cause = cause
         losses.is_silent = engine.state == "starting"
         if not losses.is_silent:
+            self._cluster.loss_log.add(engine.worker.name, cause)
             losses.is_spent = not self._restarts.admit(engine.index)
         self.num_lost += 1
         self._discard(engine)

@@ -21,6 +21,7 @@ from megarl.recovery.rank_processes import RankLoss, RankProcesses
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_copies import Generation, StateCopies
 from megarl.types import Metrics
+from megarl.types.losses import Losses
 
 Result = TypeVar("Result")
 # trainings whose samples are kept to repeat them: the one that is not copied yet, and the one after it
@@ -52,6 +53,11 @@ class Ranks(Protocol):
     @property
     def rank_processes(self) -> Sequence[RankProcesses]:
         """Of every model."""
+        ...
+
+    @property
+    def loss_log(self) -> Losses:
+        """Of the run."""
         ...
 
     @property
@@ -130,6 +136,8 @@ class Repetition:
         self._is_spent = False
         # of the failures that no line has told yet
         self._causes: list[str] = []
+        # ranks that have failed, and are not back
+        self._lost: set[str] = set()
         self._last_error = (-1, "")
         self._metrics: defaultdict[str, float] = defaultdict(float)
 
@@ -172,6 +180,7 @@ class Repetition:
             end_lost_time = self.lost_time()
             try:
                 self._make_whole(step)
+                self._are_back()
                 return action()
             except CannotRepeat:
                 raise
@@ -181,6 +190,11 @@ class Repetition:
                 if isinstance(error, ResultsLost):
                     raise CannotRepeat from error
                 self._is_stale |= trains
+
+    def _are_back(self) -> None:
+        for rank in self._lost:
+            self._ranks.loss_log.is_back(rank)
+        self._lost.clear()
 
     def excuse(self, action: Callable[[], None]) -> None:
         """Run an action that the next `attempt` makes good, if it fails by the loss of a rank."""
@@ -238,6 +252,9 @@ class Repetition:
     def _count(self, slot: int, kind: str, cause: Exception, rank: str) -> None:
         assert self._restarts
         self._num_counted += 1
+        name = rank or "a step"
+        self._lost.add(name)
+        self._ranks.loss_log.add(name, cause)
         if not self._restarts.admit(slot):
             self._is_spent = True
             what = "it was lost" if rank else "such faults came"

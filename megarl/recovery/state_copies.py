@@ -15,7 +15,7 @@ from functools import partial
 
 from megarl.cluster.actor import Ref, Worker, failure
 from megarl.cluster.calls import WorkerFailed, reported
-from megarl.cluster.deadline import Deadline
+from megarl.cluster.deadline import ENOUGH_ALIKE, Deadline
 from megarl.cluster.ray_session import Cluster
 from megarl.printable import Say
 from megarl.recovery.restarts import Restarts
@@ -89,7 +89,7 @@ class StateCopies:
         self._first_slots = first_slots
         self._restarts = restarts
         self._say = say
-        self._deadline = Deadline(timeout_s)
+        self._deadline = Deadline(timeout_s, enough=ENOUGH_ALIKE)
         self._keepers: dict[int, Worker] = {}
         # the calls that start keepers, by node
         self._starts: dict[int, Ref] = {}
@@ -227,8 +227,13 @@ class StateCopies:
             {ref: node for node, ref in starts.items()},
         )
         for node, ref in starts.items():
-            if (error := failure(ref)) and node in self._keepers:
-                self._lose(node, reported(self._keepers[node].name, error))
+            if node not in self._keepers:
+                continue
+            name = self._keepers[node].name
+            if error := failure(ref):
+                self._lose(node, reported(name, error))
+            else:
+                self._cluster.loss_log.is_back(name)
         return len(self._keepers) == len(self._first_slots)
 
     def _await(self, calls: Sequence[_CopyCall]) -> None:
@@ -259,6 +264,7 @@ class StateCopies:
     def _lose(self, node: int, cause: Exception) -> None:
         """A keeper is lost, with its copies."""
         keeper = self._keepers.pop(node)
+        self._cluster.loss_log.add(keeper.name, cause)
         self._cluster.end(keeper)
         self._generations = [generation.without_node(node) for generation in self._generations]
         self._is_given_up = not self._restarts.admit(self._first_slots[node])

@@ -231,6 +231,12 @@ class RolloutWorker:
     async def resume_cache(self) -> None:
         await self._own_engine.resume_memory(["kv_cache"])
 
+    def still_s(self) -> float:
+        """For how long the engine has stood still in an exchange; whatever else it waits for has limits of its own."""
+        if isinstance(self._engine, ExternalEngine):
+            return 0.0
+        return self._engine.exchange_still_s
+
     def version(self) -> int:
         return self._engine.version
 

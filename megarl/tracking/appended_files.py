@@ -37,9 +37,9 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
-        """path: an existing file."""
+        """path: a file that may exist already."""
         self.path = path
-        self._size = path.stat().st_size  # of its whole pieces
+        self._size = path.stat().st_size if path.exists() else 0  # of its whole pieces
         self._most_bytes = most_bytes
         self._lock = Lock()
         self._waiting: deque[_Piece] = deque()
@@ -115,16 +115,23 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
 
 
 class RunFiles:
-    """metrics.jsonl and samples.jsonl of a run: a step goes on where the disk does not take its lines.
+    """metrics.jsonl, samples.jsonl and losses.jsonl: a step goes on where the disk does not take its lines.
 
     That is said when it begins, with how much may wait, and when it is over. `close` says what is lost.
     """
 
-    def __init__(self, records: Path, samples: Path, say: Say, timeout_s: float) -> None:
-        """records, samples: existing files of one folder. say: prints a line. timeout_s: run.timeout_s."""
+    def __init__(
+        self, records: Path, samples: Path, losses: Path, say: Say, timeout_s: float
+    ) -> None:
+        """records, samples: existing files of one folder; losses: made with its first line. say: prints a line.
+
+        timeout_s: run.timeout_s.
+        """
         self._folder = records.parent
         self._names = f"{records.name} and {samples.name}"
-        self._files = (AppendedFile(records), AppendedFile(samples))
+        self._of_steps = (AppendedFile(records), AppendedFile(samples))
+        self._losses = AppendedFile(losses)
+        self._files = (*self._of_steps, self._losses)
         self._own = records.stat()
         self._say = say
         self._patience_s = min(_PATIENCE_S, timeout_s / 5)
@@ -135,10 +142,14 @@ class RunFiles:
         self._trouble: Exception | None = None
         self._late: set[int] = set()
 
+    def put_losses(self, step: int, losses: str) -> None:
+        """Add lines, which are written with the next ones of a step, or at the end."""
+        self._losses.put(step, losses.encode("utf-8"))
+
     def write(self, step: int, records: str, samples: str) -> None:
         """Write a step's lines after those that wait. Raises FolderGone where the folder was removed or replaced."""
         texts = (records.encode("utf-8"), samples.encode("utf-8"))
-        for file, text in zip(self._files, texts, strict=True):
+        for file, text in zip(self._of_steps, texts, strict=True):
             file.put(step, text)
         self._late.add(step)
         trouble = self._attempt(self._patience_s, 0.0 if self.is_silent else self._patience_s)

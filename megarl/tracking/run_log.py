@@ -27,6 +27,7 @@ from megarl.tracking.appended_files import RunFiles
 from megarl.tracking.curve import draw_curve
 from megarl.tracking.draining import FAILED, FINISHED, LOCK, NOTHING, DrainRequests, saved
 from megarl.tracking.health import Health
+from megarl.tracking.loss_table import THE_RUN, loss_lines, loss_table, read_losses
 from megarl.tracking.metrics import Advantages, fault_metrics, idle_metrics, pick_samples
 from megarl.tracking.patient_stream import PatientStream
 from megarl.tracking.record_lines import read_lines
@@ -43,6 +44,7 @@ from megarl.types import (
     UserError,
     UserErrors,
 )
+from megarl.types.losses import Losses
 
 _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
 _UNLOCK_S = 5.0
@@ -143,6 +145,11 @@ class RunLog:
         if resume and step < 0:
             _set_aside(self.folder)
         self._in_force: Mapping[str, Any] | None = None
+        self.losses = Losses()
+        self._loss_file = self.folder / "losses.jsonl"
+        for loss in read_losses(self._loss_file)[-1:]:
+            if loss.what == THE_RUN and loss.back_after_s is None:
+                self.losses.reopen(loss)
         self._go_on_after(step)
         self.drain = DrainRequests(self.folder) if can_drain else None
         self._began = time.perf_counter()
@@ -166,6 +173,7 @@ class RunLog:
         )
         self._trackers = Trackers(recipe.run.trackers, tracked, self.say)
         self._training_began: float | None = None
+        self._step = max(step, 0)
         self._first_step = max(step, 0) + 1
 
     def go_back(self, step: int) -> None:
@@ -196,7 +204,8 @@ class RunLog:
                 partial = file.with_suffix(".partial")
                 partial.write_bytes(b"".join(raw for raw, _ in lines))
                 partial.replace(file)
-        self._files = RunFiles(records, samples, self.say, self._recipe.run.timeout_s)
+        timeout_s = self._recipe.run.timeout_s
+        self._files = RunFiles(records, samples, self._loss_file, self.say, timeout_s)
         # JSON has null in place of numbers that are not finite.
         return [
             {name: math.nan if value is None else value for name, value in record.items()}
@@ -212,6 +221,9 @@ class RunLog:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        if _state(error) == "failed":
+            self.losses.add(THE_RUN, error)
+        self._put_losses(also_open=True)
         try:
             self._close(error)
         finally:
@@ -224,6 +236,11 @@ class RunLog:
             self._draw()
             if error is None:
                 self._console.print(self._closing_table())
+                if losses := read_losses(self._loss_file):
+                    self._console.print(loss_table(losses))
+
+    def _put_losses(self, *, also_open: bool = False) -> None:
+        self._files.put_losses(self._step, loss_lines(self.losses.take(also_open=also_open)))
 
     def _close(self, error: BaseException | None) -> None:
         """Write what waits. Raises the disk's error; of two errors the first is the cause, and the other is said."""
@@ -313,6 +330,9 @@ class RunLog:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         samples = pick_samples(record.groups, self._recipe.run.sample_log_count, record.advantages)
         lines = [json_line({"step": record.step, **sample}) + "\n" for sample in samples]
+        self._step = record.step
+        self.losses.is_back(THE_RUN)
+        self._put_losses()
         self._files.write(record.step, json.dumps(finite) + "\n", "".join(lines))
         if "eval/accuracy" in metrics:  # the samples of every step are too many for a service
             self._trackers.table(record.step, samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.cluster.deadline import Deadline
+from megarl.cluster.deadline import ENOUGH_ALIKE, Deadline
 
 
 def test_the_limit_is_the_ceiling_until_enough_silences_have_ended() -> None:
@@ -22,6 +22,15 @@ def test_a_long_silence_raises_the_limit_up_to_the_ceiling() -> None:
     assert deadline.limit_s == 40.0
     deadline.observe(100.0)
     assert deadline.limit_s == 600.0
+
+
+def test_three_of_the_same_work_are_enough() -> None:
+    deadline = Deadline(600.0, enough=ENOUGH_ALIKE)
+    for _ in range(2):
+        deadline.observe(2.0)
+    assert deadline.limit_s == 600.0
+    deadline.observe(2.0)
+    assert deadline.limit_s == 20.0
 
 
 def test_a_ceiling_below_the_floor_holds() -> None:

@@ -23,6 +23,7 @@ from megarl.resharding.member import Stats
 from megarl.rollout.load_balancing import Capacity
 from megarl.samples.buffer import PartialGroup, PartialSummary, RolloutBuffer
 from megarl.types import Prompt, SampleGroup, SamplePart
+from megarl.types.losses import Losses
 from megarl.types.reward_result import RewardResult
 from megarl.types.sampling import Sampling
 from tests.plan import plans
@@ -34,14 +35,17 @@ STATS = Stats(1, 0, 0, 0, 0.0, 0.0)
 class Cluster:
     """Fails the first `failures` exchanges; `alive`: whether every process outlives them."""
 
+    culprit = "engine 0"
+
     def __init__(self, failures: int, alive: bool) -> None:
         self.failures, self.alive = failures, alive
         self.engines: Any = None
+        self.loss_log = Losses()
 
     def gather(self, calls: dict[Any, str]) -> None:
         if self.failures:
             self.failures -= 1
-            raise WorkerFailed("engine 0: broken off", "traceback")
+            raise WorkerFailed(f"{self.culprit}: broken off", "traceback", self.culprit)
 
     def settle(self, calls: dict[Any, str]) -> bool:
         self.engines.settled()
@@ -75,6 +79,10 @@ class Engines:
             self.num_lost += 1
             self.engines[0].state = "lost"
             self.engines[0].has_session = False
+
+    def lose_named(self, cause: WorkerFailed) -> bool:
+        self.num_lost += 1
+        return cause.worker == "engine 0"
 
     def call(self, method: str, message: dict[str, Any], version: int) -> object:
         self.asked.append((version, message["attempt"]))
@@ -138,6 +146,16 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
     assert (bare_fleet.version, bare_fleet.attempts) == (4, 6)
     assert lines == ["the reshard to version 4 failed and is repeated: engine 0: broken off"]
     assert phases == ["reshard", "rollout"]
+
+
+def test_an_engine_by_which_an_exchange_fails_twice_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be alive and reach nobody any more."""
+    engines = Engines()
+    bare_fleet, lines, _ = made(monkeypatch, Cluster(failures=3, alive=True), engines)
+    bare_fleet.reshard()
+    assert (engines.num_lost, len(lines)) == (2, 3)
 
 
 def test_losses_of_engines_are_counted_until_a_record_takes_them(
@@ -242,8 +260,9 @@ def test_ranks_that_compute_with_merged_weights_round_them_once_for_a_version(
 def test_then_the_run_ends_with_the_version_it_had(
     monkeypatch: pytest.MonkeyPatch, failures: int, alive: bool, attempts: int
 ) -> None:
-    engines = Engines()
-    bare_fleet, _, phases = made(monkeypatch, Cluster(failures, alive), engines)
+    engines, cluster = Engines(), Cluster(failures, alive)
+    cluster.culprit = "training rank 0"
+    bare_fleet, _, phases = made(monkeypatch, cluster, engines)
     with pytest.raises(WorkerFailed, match="broken off"):
         bare_fleet.reshard()
     assert (bare_fleet.version, len(engines.asked)) == (3, attempts)
@@ -321,7 +340,7 @@ class Starts:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def worker(self, name: str, slot: int, on_loss: object) -> Any:
+    def worker(self, name: str, slot: int, on_loss: object, *, computes: bool) -> Any:
         return SimpleNamespace(
             name=name,
             start=lambda *_: self.seen.append(f"start {name}") or name,

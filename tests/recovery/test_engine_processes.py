@@ -16,6 +16,7 @@ from megarl.recovery import engine_processes
 from megarl.recovery.engine_processes import EngineProcess, EngineProcesses
 from megarl.rollout.load_balancing import Capacity
 from megarl.types import ProcessLost, UserError
+from megarl.types.losses import Losses
 from tests.plan import plans
 
 DEATH = WorkerFailed("engine 0: its process died", "traceback", "engine 0")
@@ -55,8 +56,9 @@ class Cluster:
         self.ended: list[Worker] = []
         self.dies: dict[str, int] = {}
         self.calls: list[tuple[str, str]] = []
+        self.loss_log = Losses()
 
-    def worker(self, name: str, slot: int, on_loss: object) -> Worker:
+    def worker(self, name: str, slot: int, on_loss: object, *, computes: bool) -> Worker:
         self.workers.append(Worker(name))
         return self.workers[-1]
 

@@ -14,6 +14,7 @@ from megarl.recovery.engine_processes import EngineProcess
 from megarl.recovery.external_engines import ExternalEngineProcesses
 from megarl.rollout.load_balancing import Capacity
 from megarl.types import ProcessLost
+from megarl.types.losses import Losses
 from tests.plan import plans
 
 
@@ -52,6 +53,7 @@ class Cluster:
         self.workers: list[Worker] = []
         self.silent: set[str] = set()
         self.refusing: set[str] = set()
+        self.loss_log = Losses()
 
     def worker(self, name: str, slot: int, on_loss: object, gpus: float) -> Worker:
         self.workers.append(Worker(name, gpus))

@@ -21,6 +21,7 @@ from megarl.recovery.rank_processes import LossKind, RankLoss
 from megarl.recovery.repetition import CannotRepeat, Repetition, SavedState
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_copies import Generation
+from megarl.types.losses import Losses
 
 STEPS = 6
 START = 1
@@ -73,6 +74,7 @@ class World:
         self.copied: dict[int, int] = {}
         self.begun: Generation | None = None
         self.rebuilt: list[bool] = []
+        self.loss_log = Losses()
         limit = None if restarts is None else Restarts(restarts, 1e9)
         it: Any = self
         self.repetition = Repetition(it, it, it if copies else None, limit, self.lines.append)

@@ -22,6 +22,7 @@ from megarl.recovery import state_copies
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_copies import Generation, StateCopies
 from megarl.recovery.state_keeper import CHUNK_BYTES
+from megarl.types.losses import Losses
 
 TARGET = "tests.recovery.copied_rank:CopiedRank"
 # more than one part
@@ -43,6 +44,7 @@ class Session:
     def __init__(self) -> None:
         self.on_loss: dict[int, Any] = {}
         self.lost: int | None = None
+        self.loss_log = Losses()
 
     def worker(self, name: str, slot: int, on_loss: Any, gpus: float) -> Any:
         self.on_loss[slot] = on_loss

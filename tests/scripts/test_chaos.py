@@ -72,16 +72,17 @@ def test_processes_that_are_left_are_named(tmp_path: Path) -> None:
 
 def _result(outcome: str, ended_s: float, **more: Any) -> dict[str, Any]:
     fault = {"kind": "kill", "role": "rank", "phase": "train", "share": 0.5}
-    return {
+    result = {
         "run": "plain", "index": 3, "fault": fault, "step": 4, "outcome": outcome, "detected_s": 1.5,
-        "ended_s": ended_s, "lost_s": 10.0, "cause": "", "left": [], **more,
+        "ended_s": ended_s, "lost_s": 10.0, "cause": "", "left": [],
     }  # fmt: skip
+    return result | more
 
 
 def test_the_page_counts_outcomes_and_names_what_must_not_be() -> None:
     results = [
         _result("recovered", 12.0),
-        _result("ended", 70.0, lost_s=30.0),
+        _result("ended", 70.0, lost_s=30.0, index=4),
         {"run": "plain", "restart_s": 40.0},
         {"run": "plain", "end": {"differences": ["samples.jsonl"], "left": []}},
     ]
@@ -89,6 +90,17 @@ def test_the_page_counts_outcomes_and_names_what_must_not_be() -> None:
     assert written.startswith("# Chaos\n\nWhat it is.\n\n<!--")
     assert "2 faults, of which 2 hit somebody, in 1 runs of 1 kinds" in written
     assert "| kill | rank | 2 | 1 | 1 | 0 | 0 | 0 | 1.5 | 20.0 | 0.50 |" in written
-    assert "- plain 3: kill rank in train of step 4 took 70 s (ended)" in written
+    assert "- plain 4: kill rank in train of step 4 took 70 s (ended)" in written
     assert "- plain: differs: samples.jsonl" in written
     assert page(results, written) == written, "it can be made anew"
+
+
+def test_the_last_line_of_a_number_counts() -> None:
+    end = {"run": "plain", "faults": [3, 4], "end": {"differences": ["samples.jsonl"], "left": []}}
+    good = {"run": "plain", "faults": [3], "end": {"differences": [], "left": []}}
+    results = [_result("hung", 200.0), _result("ended", 9.0, index=4), end]
+    again = [_result("recovered", 12.0), good]
+    assert "plain 3: kill rank in train of step 4 hung" in page(results)
+    written = page([*results, *again])
+    assert "2 faults, of which 2 hit somebody, in 1 runs of 1 kinds" in written
+    assert "Exceptions:" not in written

@@ -62,6 +62,11 @@ class Engine(SamplingEngine):
         """The scheduler processes, by tensor-parallel rank."""
         return self._host.pids()
 
+    @property
+    def exchange_still_s(self) -> float:
+        """For how long a scheduler has stood still in an exchange with others; 0 outside of one."""
+        return self._host.exchange_still_s
+
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
         """Wait until the engine has a place for a conversation, which keeps it until `complete`."""
         await self._host.run(self._manager.queue.place(conversation, prompt_tokens))

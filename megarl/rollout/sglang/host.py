@@ -110,6 +110,11 @@ class Host:
         """The scheduler processes, by tensor-parallel rank."""
         return [process.pid for process in self._entry.processes if process.pid is not None]
 
+    @property
+    def exchange_still_s(self) -> float:
+        """For how long a scheduler has stood still in an exchange with others; 0 outside of one."""
+        return self._standstill.exchange_still_s
+
     def stop(self) -> None:
         """End and reap the schedulers and remove all files; waiting calls raise EngineError."""
         if not self._thread.is_alive():

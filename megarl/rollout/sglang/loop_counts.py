@@ -85,6 +85,8 @@ class Standstill:
         self._deadline = Deadline(timeout_s, floor_s=_LEAST_ROUND_S)
         self._looked_at = time.monotonic()
         self._progress: defaultdict[int, _Progress] = defaultdict(_Progress)
+        # for how long one has stood still in an exchange, at the last look; 0: none is in one, or all work
+        self.exchange_still_s = 0.0
 
     def look(self, schedulers: Sequence[BaseProcess], first_rank: int) -> str | None:
         """A description of the schedulers that hang, or None. first_rank: the rank of the first scheduler."""
@@ -93,6 +95,7 @@ class Standstill:
         self._looked_at = now
         counts = np.fromfile(self._file, np.int64).tolist()
         still = []
+        self.exchange_still_s = 0.0
         limit_s = self._deadline.limit_s
         for index, process in enumerate(schedulers):
             count = counts[index]
@@ -108,6 +111,7 @@ class Standstill:
             progress.count = count
             name = f"{first_rank + index} (pid {process.pid})"
             still_s = progress.still_s(count, now, process.pid or 0)
+            self.exchange_still_s = max(self.exchange_still_s, still_s)
             if still_s >= self._deadline.ceiling_s + PEERS_S:
                 return f"engine scheduler {name} stands still in an exchange, for {still_s:.0f} s"
             if progress.stopped_s >= self._stopped_limit_s:

@@ -88,11 +88,13 @@ def test_who_is_exempt_and_does_nothing_is_named_once_its_peers_have_given_up(
     standstill = Standstill(tmp_path / "rounds", BOUND_S)
     with counter.exempt():
         assert looks(standstill, clock, sleepers, BOUND_S) == []
+        assert standstill.exchange_still_s == BOUND_S - 1, "others may ask before that"
         lines = looks(standstill, clock, sleepers, 2 * PEERS_S)
     seconds = round(BOUND_S + PEERS_S)
     who = f"engine scheduler 5 (pid {sleepers[1].pid})"
     assert lines[0] == f"{who} stands still in an exchange, for {seconds} s"
     assert looks(standstill, clock, sleepers, BOUND_S) == [], "it goes on"
+    assert standstill.exchange_still_s == 0.0
 
 
 def test_who_is_stopped_is_named_before_its_peers(
