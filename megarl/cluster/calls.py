@@ -185,7 +185,9 @@ class Calls:
         """Give up the workers that have not answered for too long; raises WorkerFailed for one not replaceable."""
         for worker in list(watched):
             if worker in self._owners:
-                if self._quick_pulses.is_overdue(worker):
+                is_overdue = self._quick_pulses.is_overdue(worker)
+                # also while it starts, when it may be silent for longer
+                if is_overdue or self._has_been_stopped(worker):
                     silence = self._silence_of(worker, self._quick_pulses)
                     self._lose(worker, WorkerFailed(silence, silence, worker.name))
             elif worker in self._workers and self._pulses.silence_s(worker) >= self._timeout_s:
@@ -365,6 +367,11 @@ class Calls:
         """Whether a signal has stopped the worker; False for workers of other nodes."""
         pid = self._pid_here(worker)
         return pid is not None and processes.is_stopped(pid)
+
+    def _has_been_stopped(self, worker: Worker) -> bool:
+        """Whether a signal has stopped a replaceable worker, and it has been silent since, for too long."""
+        silence_s = self._quick_pulses.silence_s(worker)
+        return silence_s >= processes.STOPPED_S and self.is_stopped(worker)
 
     def _pid_of(self, worker: Worker) -> int | None:
         """The worker's process id, if it has ever answered."""

@@ -93,6 +93,21 @@ def test_an_owner_is_told_once_of_a_worker_all_of_whose_watches_end(
     assert session.told == ["watch"]
 
 
+@pytest.mark.parametrize(
+    ("silence_s", "is_stopped", "told"),
+    [(10.0, True, ["watch"]), (10.0, False, []), (9.0, True, [])],
+)
+def test_a_worker_that_a_signal_stops_while_it_starts_is_not_given_the_time_of_a_start(
+    monkeypatch: pytest.MonkeyPatch, silence_s: float, is_stopped: bool, told: list[str]
+) -> None:
+    session = Session(monkeypatch)
+    rank = session.add("rank 0", "watch", lambda: None)
+    monkeypatch.setattr(session._quick_pulses, "silence_s", lambda _: silence_s)
+    monkeypatch.setattr(session, "is_stopped", lambda _: is_stopped)
+    session._judge_silence([rank])
+    assert session.told == told
+
+
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_nobody_waits_for_a_better_cause_where_the_owner_has_ended_the_worker(
     monkeypatch: pytest.MonkeyPatch, is_ended: bool
