@@ -293,11 +293,14 @@ class Calls:
                 return False
             for worker, ref in gone.items():
                 self._lose(worker, _watch_error(worker, ref))
+            pending -= done
             try:
                 self._judge_silence(self._workers)
+                if pending:
+                    # of those that stood still together one was given up, and perhaps not the one that held them up
+                    self._judge_stillness({ref: calls[ref] for ref in pending}, self._workers)
             except WorkerFailed:
                 return False
-            pending -= done
         for ref, name in calls.items():
             error = failure(ref)
             if error and is_loss(error):

@@ -17,6 +17,7 @@ from megarl.cluster.calls import Calls, ResultsLost, WorkerFailed, reported
 class Worker:
     name: str
     watch_refs: list[Any]
+    computes: bool = False
 
 
 class Session(Calls):
@@ -140,6 +141,21 @@ def test_calls_settle_where_an_owner_ends_the_others_with_a_worker_that_dies(
     Pair(session)
     assert session.settled("returned")
     assert len(session.told) == 1
+
+
+def test_calls_settle_where_the_last_one_to_be_waited_for_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two engines in an exchange the one was given up first that had waited for the other."""
+    session = Session(monkeypatch)
+    engine = session.add("engine 0", "watch", lambda: session.kill("call"))
+    engine.computes = True
+    session._quick_pulses.still_s[engine] = 30.0
+    looks = iter(range(3))
+    monkeypatch.setattr(session, "_judge_silence", lambda _: next(looks))
+    monkeypatch.setattr(session._stillness, "is_overdue", lambda _, still_s: still_s == [30.0])
+    assert session.settled("call")
+    assert session.told == ["watch"]
 
 
 def test_workers_that_an_owner_has_ended_are_not_judged_by_their_silence(
