@@ -69,6 +69,8 @@ class Calls:
         self._workers: list[Worker] = []
         # of the workers whose loss does not end the run
         self._owners: dict[Worker, OnLoss] = {}
+        # why owners have ended workers, by the names of these
+        self._causes: dict[str, Exception] = {}
         self._servers: processes.RayServers | None = None
         self._background: Background | None = None
         self.host = LOOPBACK
@@ -165,8 +167,11 @@ class Calls:
         if on_loss is None:
             return
         self._refuse_own_end(cause)
+        before = {worker.name for worker in self._workers}
         self._forget(worker)
         on_loss(cause)
+        ended = before - {worker.name for worker in self._workers}
+        self._causes |= dict.fromkeys(ended, cause)
 
     def _refuse_own_end(self, cause: Exception) -> None:
         """Raises WorkerFailed where a worker is lost because this node's raylet ends, as it does after its agents.
@@ -275,8 +280,8 @@ class Calls:
         if failures:
             alive = {worker.name for worker in self._workers}
             if all(name not in alive and is_loss(error) for name, error in failures):
-                # its owner has ended it, and was told why: nothing more is to show
-                cause = reported(*failures[0])
+                # their owner has ended them, and was told why: nothing more is to show
+                cause = self._causes.get(failures[0][0]) or reported(*failures[0])
             else:
                 cause = self._cause(labels)
             self._refuse_own_end(cause)

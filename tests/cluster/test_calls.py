@@ -109,15 +109,24 @@ def test_a_worker_that_a_signal_stops_while_it_starts_is_not_given_the_time_of_a
     assert session.told == told
 
 
-@pytest.mark.parametrize("is_ended", [True, False])
-def test_nobody_waits_for_a_better_cause_where_the_owner_has_ended_the_worker(
-    monkeypatch: pytest.MonkeyPatch, is_ended: bool
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_what_an_owner_was_told_is_the_cause_of_all_that_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, is_silent: bool
 ) -> None:
-    """It was told one. The call of a worker that is there may have failed because of another's death."""
+    """At once; the call of a worker that is there may have failed because of another's death, which shows later."""
     session = Session(monkeypatch)
-    rank = session.add("rank 0", "watch", lambda: None)
-    if is_ended:
-        session._forget(rank)
+    workers: list[Any] = []
+
+    def end() -> None:
+        for worker in workers:
+            session._forget(worker)
+
+    workers += [session.add(f"rank {rank}", f"watch {rank}", end) for rank in (0, 1)]
+    if is_silent:
+        monkeypatch.setattr(
+            session._quick_pulses, "is_overdue", lambda worker: worker is workers[1]
+        )
+        session._judge_silence(workers)
     session.kill("call")
     waits_s: list[float] = []
     waited = session._waited
@@ -129,9 +138,10 @@ def test_nobody_waits_for_a_better_cause_where_the_owner_has_ended_the_worker(
     monkeypatch.setattr(calls.ray, "wait", noted)
     monkeypatch.setattr(session._pulses, "ask", lambda _: None)
     call: Any = "call"
-    with pytest.raises(WorkerFailed, match="rank 0: its process died"):
+    cause = "rank 1 has not answered" if is_silent else "rank 0: its process died"
+    with pytest.raises(WorkerFailed, match=cause):
         session.gather({call: "rank 0"})
-    assert bool(waits_s) != is_ended
+    assert bool(waits_s) != is_silent
 
 
 def test_calls_settle_where_an_owner_ends_the_others_with_a_worker_that_dies(
