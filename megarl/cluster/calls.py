@@ -69,6 +69,8 @@ class Calls:
         self._workers: list[Worker] = []
         # of the workers whose loss does not end the run
         self._owners: dict[Worker, OnLoss] = {}
+        # why owners have ended workers, by the names of these
+        self._causes: dict[str, Exception] = {}
         self._servers: processes.RayServers | None = None
         self._background: Background | None = None
         self.host = LOOPBACK
@@ -169,8 +171,11 @@ class Calls:
         if on_loss is None:
             return
         self._refuse_own_end(cause)
+        before = {worker.name for worker in self._workers}
         self._forget(worker)
         on_loss(cause)
+        ended = before - {worker.name for worker in self._workers}
+        self._causes |= dict.fromkeys(ended, cause)
 
     def _refuse_own_end(self, cause: Exception) -> None:
         """Raises WorkerFailed where a worker is lost because this node's raylet ends, as it does after its agents.
@@ -189,7 +194,9 @@ class Calls:
         """Give up the workers that have not answered for too long; raises WorkerFailed for one not replaceable."""
         for worker in list(watched):
             if worker in self._owners:
-                if self._quick_pulses.is_overdue(worker):
+                is_overdue = self._quick_pulses.is_overdue(worker)
+                # also while it starts, when it may be silent for longer
+                if is_overdue or self._has_been_stopped(worker):
                     silence = self._silence_of(worker, self._quick_pulses)
                     self._lose(worker, WorkerFailed(silence, silence, worker.name))
                 elif self._is_displaced(worker):
@@ -286,8 +293,8 @@ class Calls:
         if failures:
             alive = {worker.name for worker in self._workers}
             if all(name not in alive and is_loss(error) for name, error in failures):
-                # its owner has ended it, and was told why: nothing more is to show
-                cause = reported(*failures[0])
+                # their owner has ended them, and was told why: nothing more is to show
+                cause = self._causes.get(failures[0][0]) or reported(*failures[0])
             else:
                 cause = self._cause(labels)
             self._refuse_own_end(cause)
@@ -304,11 +311,14 @@ class Calls:
                 return False
             for worker, ref in gone.items():
                 self._lose(worker, _watch_error(worker, ref))
+            pending -= done
             try:
                 self._judge_silence(self._workers)
+                if pending:
+                    # of those that stood still together one was given up, and perhaps not the one that held them up
+                    self._judge_stillness({ref: calls[ref] for ref in pending}, self._workers)
             except WorkerFailed:
                 return False
-            pending -= done
         for ref, name in calls.items():
             error = failure(ref)
             if error and is_loss(error):
@@ -378,6 +388,11 @@ class Calls:
         """Whether a signal has stopped the worker; False for workers of other nodes."""
         pid = self._pid_here(worker)
         return pid is not None and processes.is_stopped(pid)
+
+    def _has_been_stopped(self, worker: Worker) -> bool:
+        """Whether a signal has stopped a replaceable worker, and it has been silent since, for too long."""
+        silence_s = self._quick_pulses.silence_s(worker)
+        return silence_s >= processes.STOPPED_S and self.is_stopped(worker)
 
     def _pid_of(self, worker: Worker) -> int | None:
         """The worker's process id, if it has ever answered."""

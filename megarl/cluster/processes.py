@@ -18,6 +18,7 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
+STOPPED_S = 10.0  # for which a signal may stop a process of a run: nobody stops one for work
 _REAP_S = 5.0
 _LONGEST_LOOK_S = 2.0
 _SAME_SIGNAL_S = 1.0

@@ -17,6 +17,7 @@ from megarl.cluster.calls import Calls, ResultsLost, WorkerFailed, reported
 class Worker:
     name: str
     watch_refs: list[Any]
+    computes: bool = False
 
 
 class Session(Calls):
@@ -95,15 +96,39 @@ def test_an_owner_is_told_once_of_a_worker_all_of_whose_watches_end(
     assert session.told == ["watch"]
 
 
-@pytest.mark.parametrize("is_ended", [True, False])
-def test_nobody_waits_for_a_better_cause_where_the_owner_has_ended_the_worker(
-    monkeypatch: pytest.MonkeyPatch, is_ended: bool
+@pytest.mark.parametrize(
+    ("silence_s", "is_stopped", "told"),
+    [(10.0, True, ["watch"]), (10.0, False, []), (9.0, True, [])],
+)
+def test_a_worker_that_a_signal_stops_while_it_starts_is_not_given_the_time_of_a_start(
+    monkeypatch: pytest.MonkeyPatch, silence_s: float, is_stopped: bool, told: list[str]
 ) -> None:
-    """It was told one. The call of a worker that is there may have failed because of another's death."""
     session = Session(monkeypatch)
     rank = session.add("rank 0", "watch", lambda: None)
-    if is_ended:
-        session._forget(rank)
+    monkeypatch.setattr(session._quick_pulses, "silence_s", lambda _: silence_s)
+    monkeypatch.setattr(session, "is_stopped", lambda _: is_stopped)
+    session._judge_silence([rank])
+    assert session.told == told
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_what_an_owner_was_told_is_the_cause_of_all_that_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, is_silent: bool
+) -> None:
+    """At once; the call of a worker that is there may have failed because of another's death, which shows later."""
+    session = Session(monkeypatch)
+    workers: list[Any] = []
+
+    def end() -> None:
+        for worker in workers:
+            session._forget(worker)
+
+    workers += [session.add(f"rank {rank}", f"watch {rank}", end) for rank in (0, 1)]
+    if is_silent:
+        monkeypatch.setattr(
+            session._quick_pulses, "is_overdue", lambda worker: worker is workers[1]
+        )
+        session._judge_silence(workers)
     session.kill("call")
     waits_s: list[float] = []
     waited = session._waited
@@ -115,9 +140,10 @@ def test_nobody_waits_for_a_better_cause_where_the_owner_has_ended_the_worker(
     monkeypatch.setattr(calls.ray, "wait", noted)
     monkeypatch.setattr(session._pulses, "ask", lambda _: None)
     call: Any = "call"
-    with pytest.raises(WorkerFailed, match="rank 0: its process died"):
+    cause = "rank 1 has not answered" if is_silent else "rank 0: its process died"
+    with pytest.raises(WorkerFailed, match=cause):
         session.gather({call: "rank 0"})
-    assert bool(waits_s) != is_ended
+    assert bool(waits_s) != is_silent
 
 
 def test_calls_settle_where_an_owner_ends_the_others_with_a_worker_that_dies(
@@ -136,6 +162,21 @@ def test_a_worker_is_lost_whose_slot_is_on_another_node(monkeypatch: pytest.Monk
     session.add("rank 1", "watch 1", lambda: None)
     session.settled("returned")
     assert session.told == ["watch 0"]
+
+
+def test_calls_settle_where_the_last_one_to_be_waited_for_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two engines in an exchange the one was given up first that had waited for the other."""
+    session = Session(monkeypatch)
+    engine = session.add("engine 0", "watch", lambda: session.kill("call"))
+    engine.computes = True
+    session._quick_pulses.still_s[engine] = 30.0
+    looks = iter(range(3))
+    monkeypatch.setattr(session, "_judge_silence", lambda _: next(looks))
+    monkeypatch.setattr(session._stillness, "is_overdue", lambda _, still_s: still_s == [30.0])
+    assert session.settled("call")
+    assert session.told == ["watch"]
 
 
 def test_workers_that_an_owner_has_ended_are_not_judged_by_their_silence(

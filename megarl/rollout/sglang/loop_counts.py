@@ -19,7 +19,6 @@ from megarl.cluster.stillness import Stillness, work_of
 _EXEMPT = -1  # the current operation has a timeout of its own
 # a process that waits for a hanging one is reported this much later than the hanging one
 PEERS_S = 5.0
-_STOPPED_S = 10.0  # for which a signal may stop a scheduler: nobody stops one for work
 _LEAST_ROUND_S = 60.0
 
 
@@ -80,7 +79,7 @@ class Standstill:
         """timeout_s: how long a scheduler may be stopped, or stay in one round, at most."""
         self.period_s = max(0.1, min(1.0, timeout_s / 10))
         self._file = file
-        self._stopped_limit_s = min(timeout_s, _STOPPED_S)
+        self._stopped_limit_s = min(timeout_s, processes.STOPPED_S)
         # a kernel that is compiled for new shapes keeps a round longer than all before
         self._deadline = Deadline(timeout_s, floor_s=_LEAST_ROUND_S)
         self._looked_at = time.monotonic()
