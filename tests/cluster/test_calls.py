@@ -230,7 +230,7 @@ def test_a_result_that_is_lost_with_its_node_is_an_outcome(monkeypatch: pytest.M
     session = Session(monkeypatch)
 
     def get(ref: Any, **_: Any) -> None:
-        raise ray.exceptions.ObjectLostError(ref, b"", "")
+        raise ray.exceptions.ObjectLostError(ref, None, "")
 
     monkeypatch.setattr(calls.ray, "get", get)
     returned: Any = "returned"
