@@ -138,7 +138,7 @@ class PolicyRank(TrainingRank):
         if hyperparameters.old_logprobs == "engine":
             # only the first update's own pass was of the policy that the engine had
             rest = [
-                {name: value for name, value in update.items() if name not in ENGINE_DIFFS}
+                {key: value for key, value in update.items() if key not in ENGINE_DIFFS}
                 for update in rest
             ]
             self._row_diffs = (self._row_diffs or [])[:1]
