@@ -433,9 +433,10 @@ class Calls:
         for worker in workers:
             self._forget(worker)
             worker.kill()
-        stopped = [worker for worker in workers if self.is_stopped(worker)]
-        for worker in stopped:
-            self.end(worker)
+        for worker in workers:
+            # what does not answer heartbeats does not do what Ray says either
+            if self.is_stopped(worker) or self._quick_pulses.is_overdue(worker):
+                self.end(worker)
         ended, _ = ray.wait([*watches], num_returns=len(watches), timeout=_ENDING_S)
         for ref in watches.keys() - {*ended}:
             self.end(watches[ref])

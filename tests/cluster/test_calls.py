@@ -146,6 +146,22 @@ def test_what_an_owner_was_told_is_the_cause_of_all_that_it_has_ended(
     assert bool(waits_s) != is_silent
 
 
+def test_a_silent_worker_is_killed_at_once_with_those_that_end_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray asks a process to end; one that has no memory for an answer would be waited for."""
+    session = Session(monkeypatch)
+    workers = [session.add(f"rank {rank}", f"watch {rank}", lambda: None) for rank in (0, 1)]
+    events: list[str] = []
+    for worker in workers:
+        worker.kill = lambda: events.append("asked")
+    monkeypatch.setattr(session._quick_pulses, "is_overdue", lambda worker: worker is workers[1])
+    monkeypatch.setattr(session, "end", lambda worker: events.append(f"{worker.name} killed"))
+    monkeypatch.setattr(calls.ray, "wait", lambda refs, **_: events.append("waited") or (refs, []))
+    session.end_all(workers)
+    assert events == ["asked", "asked", "rank 1 killed", "waited"]
+
+
 def test_calls_settle_where_an_owner_ends_the_others_with_a_worker_that_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
