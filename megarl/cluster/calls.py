@@ -303,6 +303,8 @@ class Calls:
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has returned or raised; False as soon as a worker that is not replaceable is gone."""
         pending = set(calls)
+        # until now they waited for what has failed
+        self._stillness.forget(time.monotonic())
         while pending:
             watches = {ref: worker for worker in self._workers for ref in worker.watch_refs}
             done = {*self._ended([*pending, *watches], self._workers)}
@@ -450,7 +452,7 @@ class Calls:
         if worker in self._workers:
             self._workers.remove(worker)
         self._owners.pop(worker, None)
-        self._stillness.forget()
+        self._stillness.forget(time.monotonic())
 
 
 def _watch_error(worker: Worker, ref: Ref) -> Exception:

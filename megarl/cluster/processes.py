@@ -56,11 +56,16 @@ def was_terminated() -> bool:
 def note_sigusr1() -> None:
     """Take SIGUSR1 (Slurm, some minutes before the time limit) as a request to end soon; a second one is a SIGTERM.
 
-    The handler only sets a flag, so that the run, with its calls to Ray, continues to a point where it can end.
+    The handler only sets a flag, so that the run, with its calls to Ray, continues to a point where it can end. The
+    same signal comes twice where it is sent to all processes of a command, of which its supervisor passes it on.
     """
+    last_s = -math.inf
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if _end_wanted.is_set():
+        nonlocal last_s
+        is_the_same = time.monotonic() - last_s < _SAME_SIGNAL_S
+        last_s = time.monotonic()
+        if _end_wanted.is_set() and not is_the_same:
             signal.raise_signal(signal.SIGTERM)
         _end_wanted.set()
 
@@ -238,7 +243,13 @@ def _servers(raylet_socket: str) -> list[psutil.Process]:
 
 def _agents(server: psutil.Process) -> list[psutil.Process]:
     """The agents of a raylet."""
-    return [process for process in server.children() if _AGENT in process.name()]
+    agents = []
+    with suppress(psutil.NoSuchProcess):
+        for process in server.children():
+            with suppress(psutil.NoSuchProcess):  # a worker that ends
+                if _AGENT in process.name():
+                    agents.append(process)
+    return agents
 
 
 def _name(process: psutil.Process) -> str:

@@ -234,6 +234,7 @@ class Cluster(Calls):
         """
         worker = Worker(name, slot, self.host, self._strategy(slot), gpus, computes=computes)
         self._workers.append(worker)
+        self._causes.pop(name, None)
         self._homes[worker] = self._slots.node_of(slot)
         if on_loss:
             self._owners[worker] = on_loss

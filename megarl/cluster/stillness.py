@@ -118,17 +118,20 @@ class GroupStillness:
         self._deadline = Deadline(ceiling_s)
         self._seen_at_s = -math.inf
         self._still_s = 0.0
+        # what was still before had a reason that is gone
+        self._since_s = -math.inf
 
     def is_overdue(self, now_s: float, still_s: Sequence[float]) -> bool:
         """Whether it lasts longer than what has ended lets expect; still_s: of each process, until about now."""
         if now_s - self._seen_at_s >= _LEARNT_EVERY_S:
             before_s = self._still_s
-            self._still_s = min(still_s)
+            self._still_s = max(0.0, min(*still_s, now_s - self._since_s))
             self._seen_at_s = now_s
             if self._still_s <= before_s:
                 self._deadline.observe(before_s)
         return self._still_s >= self._deadline.limit_s
 
-    def forget(self) -> None:
-        """A process is lost: that its peers stood still tells nothing."""
+    def forget(self, now_s: float) -> None:
+        """A process is lost, or all are called back: that they stood still until now tells nothing."""
         self._still_s = 0.0
+        self._since_s = now_s

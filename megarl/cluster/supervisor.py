@@ -11,7 +11,7 @@ import math
 import os
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from types import FrameType
 
@@ -55,6 +55,7 @@ def supervised(run: Callable[[], int], last_word: Callable[[object], None]) -> i
     """
     global _to_supervisor
     processes.adopt_orphans()
+    older = {process.pid for process in processes.descendants()}
     reading, writing = os.pipe()
     supervisor = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -81,14 +82,18 @@ def supervised(run: Callable[[], int], last_word: Callable[[object], None]) -> i
         if callable(signal.getsignal(number)):
             signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    return _Supervisor(command, pidfd, reading).await_end(last_word)
+    return _Supervisor(command, pidfd, reading, older).await_end(last_word)
 
 
 class _Supervisor:
     """Waits for a command, and for the servers of Ray that it depends on."""
 
-    def __init__(self, command: int, pidfd: int, reading: int) -> None:
-        """command: its process id. reading: the end of a pipe by which it tells what `_hear` takes."""
+    def __init__(self, command: int, pidfd: int, reading: int, older: Collection[int]) -> None:
+        """command: its process id. reading: the end of a pipe by which it tells what `_hear` takes.
+
+        older: children of this process from before, which are not the command's.
+        """
+        self._older = older
         self._command = command
         self._pidfd = pidfd
         self._reading = reading
@@ -133,7 +138,11 @@ class _Supervisor:
         if self._servers:
             self._servers.close()
         socket = str(message["raylet_socket"])
-        self._servers = processes.RayServers(socket, math.inf) if socket else None
+        self._servers = None
+        if socket:
+            # what it cannot watch it cannot name, which is no reason to end the run
+            with suppress(psutil.Error, ProcessLookupError):
+                self._servers = processes.RayServers(socket, math.inf)
         self._node = str(message["node"]) if message["node"] else None
 
     def _cause(self) -> str:
@@ -152,6 +161,7 @@ class _Supervisor:
         return error
 
     def _clean_up(self) -> None:
-        processes.kill_descendants(spare=())
+        self._pids |= {process.pid for process in processes.descendants(self._older)}
+        processes.kill_descendants(spare=self._older)
         processes.remove_counters(self._pids)
         remove_dead(SESSION_PREFIX, SESSION_PARENT)

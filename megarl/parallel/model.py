@@ -296,7 +296,7 @@ def build_chunks(
 
 
 def _keep_mtp_activations(chunk: Chunk) -> None:
-    """Turn off recomputation in multi-token prediction layers, where Megatron's fails for packed rows."""
+    """Have multi-token prediction layers not computed again as a whole, which Megatron fails to do with packed rows."""
     kept = copy.copy(chunk.config)
     kept.recompute_granularity = None
     for layer in chunk.mtp.layers:

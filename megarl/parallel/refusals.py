@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from megarl.device import DEVICE
 from megarl.parallel.model import (
@@ -34,12 +35,18 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
         return errors
     dtype = DTYPES[role.recipe.model.dtype]
     offloaded = train.optimizer_offload and device == "cuda"
-    if device == "cuda" and not TRANSFORMER_ENGINE:
-        # of grouped experts alone, which need TransformerEngine
+    if device == "cuda" and DEVICE != "cuda":
+        # of TransformerEngine's grouped experts, which the run's machines are assumed to have
         parts = {part: count for part, count in train.recompute.items() if part != "moe_act"}
         train = train.model_copy(update={"recompute": parts})
+    elif train.recompute.get("moe_act") and not TRANSFORMER_ENGINE:
+        problem = "is of grouped experts alone, which need TransformerEngine"
+        return [UserError("train.recompute.moe_act", problem, "remove it, or name moe")]
+    # of the stages that compute the same parts again, the first
+    stages = {0, *(count for count in train.recompute.values() if count < layout.pp)}
+    of_stage = partial(transformer_config, role.model.required_facts, shape, layout, dtype, train)
     factories: list[Callable[[], object]] = [
-        lambda: transformer_config(role.model.required_facts, shape, layout, dtype, train),
+        *(partial(of_stage, stage) for stage in sorted(stages)),
         lambda: buffers_config(train),
         lambda: optimizer_config(train, dtype, offloaded),
     ]
@@ -47,7 +54,9 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
         try:
             make()
         except UserError as error:
-            errors.append(error)
+            # several stages may have the same
+            if str(error) not in map(str, errors):
+                errors.append(error)
     if DEVICE == "cuda":
         missing = transformer_engine_error(train, offloaded)
         if missing:

@@ -68,6 +68,9 @@ _LADDER: tuple[frozenset[RecomputedPart], ...] = (
 def ladder(shape: ModelShape) -> list[frozenset[RecomputedPart]]:
     """What a model's layers may compute again: each takes less memory and more seconds than the one before."""
     has = parts_of(shape)
+    if not (shape.num_experts or shape.mla):
+        # TransformerEngine fuses all norms with the products behind them
+        has.discard("layernorm")
     steps: list[frozenset[RecomputedPart]] = []
     for parts in _LADDER:
         step = frozenset(parts & has)
@@ -100,18 +103,27 @@ def parts_of(shape: ModelShape) -> set[RecomputedPart]:
     return parts
 
 
+def without_lacking(train: TrainConfig, shape: ModelShape) -> TrainConfig:
+    """The keys without parts that this model's layers do not have."""
+    has = parts_of(shape)
+    parts = {part: count if part in has else 0 for part, count in train.recompute.items()}
+    return train.model_copy(update={"recompute": parts})
+
+
 @listed
 def recompute_errors(train: TrainConfig, shape: ModelShape | None) -> ErrorIterator:
     """Parts that the model lacks, and keys that say the same twice."""
     key = "train.recompute"
-    twice = [name for name in FIELDS if train.megatron.get(name) is not None]
+    twice = [
+        name for name in (*FIELDS, "moe_layer_recompute") if train.megatron.get(name) is not None
+    ]
     if train.recompute and twice:
         problem = f"{twice[0]} says the same as train.recompute"
         yield UserError(f"train.megatron.{twice[0]}", problem, "remove one of them")
     if shape is None:
         return
     has = parts_of(shape)
-    for part in train.recompute:
-        if part not in has:
+    for part, num_stages in train.recompute.items():
+        if num_stages and part not in has:
             hint = f"remove it, or name one of {', '.join(sorted(has))}"
             yield UserError(f"{key}.{part}", "the model's layers have no such part", hint)

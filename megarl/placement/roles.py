@@ -12,6 +12,7 @@ from megarl.model.hf_config import HfModel, read_model
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.recomputation import without_lacking
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 
@@ -300,6 +301,10 @@ def _reward_model(recipe: Recipe) -> Role:
 
 def _role(name: RoleName, recipe: Recipe, first_slot: int, *, has_scores: bool) -> Role:
     model = read_model(recipe.model.path, has_scores=has_scores)
+    if name != "policy" and model.known_shape:
+        # the key names parts of the policy's layers, of which this model may lack some
+        train = without_lacking(recipe.train, model.known_shape)
+        recipe = recipe.model_copy(update={"train": train})
     return Role(name, recipe, train_layout(recipe), first_slot, has_scores, model)
 
 

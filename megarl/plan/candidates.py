@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.model.shape import ModelShape
-from megarl.placement.recomputation import ladder, recompute_keys
+from megarl.placement.recomputation import ladder, recompute_keys, recomputed_parts
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
 from megarl.plan.fit import are_valid
@@ -115,8 +115,12 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
     align = 2 * sizes["cp"] if sizes["cp"] > 1 else 1
     least = -(-recipe.longest_sequence // align) * align
     budgets = sorted({least, train.tokens_per_micro_batch, 2 * train.tokens_per_micro_batch})
-    steps = ladder(resolve(recipe).policy.shape)
-    recomputes = [{}, *(recompute_keys(train, parts, sizes["pp"]) for parts in steps)]
+    roles = resolve(recipe)
+    # the critic's ranks read the same key
+    num_stages = max(sizes["pp"], *(role.layout.pp for role in roles.models.values()))
+    own = {recomputed_parts(train, stage) for stage in range(num_stages)}
+    others = [parts for parts in ladder(roles.policy.shape) if own != {parts}]
+    recomputes = [{}, *(recompute_keys(train, parts, num_stages) for parts in others)]
     for budget in [budget for budget in budgets if budget >= least]:
         for recompute in recomputes:
             for offload in (False,) if recipe.lora else (False, True):

@@ -12,8 +12,8 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.models import TrainConfig
 from megarl.model.shape import ModelShape
-from megarl.placement.recomputation import ladder, recompute_keys, recomputed_parts
-from megarl.placement.roles import Role, Roles, engine_layout, resolve
+from megarl.placement.recomputation import FIELDS, ladder, recomputed_parts
+from megarl.placement.roles import Roles, engine_layout, resolve
 from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSizes, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, MemoryPlan
@@ -217,7 +217,8 @@ def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
     if least < train.tokens_per_micro_batch:
         yield {f"{branch}.tokens_per_micro_batch": least}
     if phase in ("train", "critic"):
-        yield from _recompute_changes(models["policy"], train)
+        num_stages = max(role.layout.pp for role in models.values() if role.trains)
+        yield from _recompute_changes(models["policy"].shape, train, num_stages)
     if phase != "score" and not train.optimizer_offload:
         yield {"train.optimizer_offload": True}
     for axis in ("ep", "pp", "tp", "cp"):
@@ -225,18 +226,18 @@ def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
             yield {f"{branch}.{axis}": times * getattr(train, axis)}
 
 
-def _recompute_changes(policy: Role, train: TrainConfig) -> Iterator[_Values]:
-    """More of the layers computed again than now, step by step."""
-    steps = ladder(policy.shape)
-    now = recomputed_parts(train, 0)
-    first = steps.index(now) + 1 if now in steps else 1
-    if "layer" in now:
-        return
-    for parts in steps[first:]:
-        keys = recompute_keys(train, parts, policy.layout.pp)
-        values: _Values = {"train.recompute": keys["recompute"]}
-        if "megatron" in keys:
-            values["train.megatron"] = train.megatron | keys["megatron"]
+def _recompute_changes(shape: ModelShape, train: TrainConfig, num_stages: int) -> Iterator[_Values]:
+    """More of the layers computed again than now, step by step, by all pipeline ranks."""
+    steps = ladder(shape)
+    now = [recomputed_parts(train, stage) for stage in range(num_stages)]
+    # from the rank that computes least again
+    least = min(steps.index(parts) if parts in steps else 0 for parts in now)
+    for parts in steps[least + 1 :]:
+        # the value replaces the key
+        values: _Values = {"train.recompute": dict.fromkeys(sorted(parts), num_stages)}
+        set_already = train.megatron.keys() & {*FIELDS}
+        if set_already:
+            values["train.megatron"] = train.megatron | dict.fromkeys(sorted(set_already))
         yield values
 
 

@@ -40,7 +40,11 @@ def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -
     name = recipe.algorithm.name
     rollout = recipe.rollout
     is_refused = (
-        learns_from_answers(name) or ALGORITHMS[name].greedy_baseline or recipe.episode is not None
+        learns_from_answers(name)
+        or ALGORITHMS[name].greedy_baseline
+        or recipe.episode is not None
+        # which phases exclude
+        or recipe.algorithm.old_logprobs == "engine"
     )
     if is_refused or rollout.max_response_tokens < max(_PHASES):
         return []
@@ -70,8 +74,6 @@ def _sentence(recipe: Recipe, best: TriedPhases, gain: float) -> str:
     is_off = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).rollout_correction == "off"
     if is_off and (new.phase_tokens or new.ahead):
         keys.append("algorithm.rollout_correction tis")
-        if recipe.algorithm.old_logprobs == "engine":
-            keys.append("algorithm.old_logprobs train")
     first, *others = keys
     if others:
         first += f" with {' and '.join(others)}"

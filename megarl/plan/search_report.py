@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from rich.console import Console, RenderableType
@@ -119,7 +120,13 @@ def _train_words(plan: RunPlan) -> str:
     train = plan.recipe.train
     virtual = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
     context = f", cp {layout.cp}" if layout.cp > 1 else ""
-    again = " + ".join(sorted(recomputed_parts(train, 0))) or "nothing"
+    stages = [recomputed_parts(train, stage) for stage in range(layout.pp)]
+    counts = Counter(part for parts in stages for part in parts)
+    words = [
+        part if count == layout.pp else f"{part} on {count} of {layout.pp}"
+        for part, count in sorted(counts.items())
+    ]
+    again = " + ".join(words) or "nothing"
     sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{context}"
     return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} recomputed"
 

@@ -64,6 +64,7 @@ class _Begun:
     generation: Generation
     first: list[_CopyCall] = field(default_factory=list)
     second: list[_CopyCall] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
 
 
 class StateCopies:
@@ -139,7 +140,7 @@ class StateCopies:
             return {}
         self._taking = None
         began_s = time.monotonic()
-        self._await(begun.first)
+        self._await(begun, begun.first)
         waited_s = time.monotonic() - began_s
         generation = self._with_copies(begun.generation, begun.first)
         if not generation.is_usable:
@@ -158,7 +159,7 @@ class StateCopies:
         if begun is None:
             return
         self._spreading = None
-        self._await(begun.second)
+        self._await(begun, begun.second)
         # as it is now: a keeper may have been lost meanwhile
         generation = self._with_copies(self._generations[0], begun.second)
         if generation.is_usable:
@@ -208,7 +209,7 @@ class StateCopies:
             call = self._keepers[node].call("give", name, rank.peer)
             calls[call] = rank.name
             nodes[call] = node
-        self._await_all(calls, nodes)
+        self._await_all(calls, nodes, self._deadline.ceiling_s)
         self._cluster.gather(calls)
 
     def start(self) -> None:
@@ -229,6 +230,7 @@ class StateCopies:
         self._await_all(
             {ref: f"keeper of copies {node}" for node, ref in starts.items()},
             {ref: node for node, ref in starts.items()},
+            self._deadline.ceiling_s,
         )
         for node, ref in starts.items():
             if node not in self._keepers:
@@ -240,15 +242,18 @@ class StateCopies:
                 self._cluster.loss_log.is_back(name)
         return len(self._keepers) == len(self._first_slots)
 
-    def _await(self, calls: Sequence[_CopyCall]) -> None:
-        began_s = time.monotonic()
+    def _await(self, begun: _Begun, calls: Sequence[_CopyCall]) -> None:
         self._await_all(
             {call.ref: f"copy of {call.rank}" for call in calls},
             {call.ref: call.node for call in calls},
+            self._deadline.limit_s,
         )
-        self._deadline.observe(time.monotonic() - began_s)
+        # nobody waited for it at first: it may have taken so long
+        self._deadline.observe(time.monotonic() - begun.began_s)
 
-    def _await_all(self, calls: Mapping[Ref, str], nodes: Mapping[Ref, int]) -> None:
+    def _await_all(
+        self, calls: Mapping[Ref, str], nodes: Mapping[Ref, int], limit_s: float
+    ) -> None:
         """Wait until all have ended, well or not; a call of a keeper fails by the loss of a rank, too.
 
         nodes: of the keepers that were called. One that hangs answers heartbeats: it is given up after a while.
@@ -259,7 +264,7 @@ class StateCopies:
             for ref in self._cluster.await_any(pending, may_lose=True, patience_s=_LOOK_S):
                 del pending[ref]
             waited_s = time.monotonic() - began_s
-            if waited_s > self._deadline.limit_s:
+            if waited_s > limit_s:
                 for node in {nodes[ref] for ref in pending} & self._keepers.keys():
                     name = self._keepers[node].name
                     problem = f"{name} has not ended a call for {waited_s:.0f} s"

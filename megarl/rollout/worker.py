@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe, RewardConfig
+from megarl.device import DEVICE
 from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.runtimes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.episodes.transcript import failed_calls
@@ -233,7 +234,8 @@ class RolloutWorker:
 
     def still_s(self) -> float:
         """For how long the engine has stood still in an exchange; whatever else it waits for has limits of its own."""
-        if isinstance(self._engine, ExternalEngine):
+        # a GPU moves bytes without this node's processors
+        if DEVICE == "cuda" or isinstance(self._engine, ExternalEngine):
             return 0.0
         return self._engine.exchange_still_s
 

@@ -25,12 +25,12 @@ def loss_lines(losses: Sequence[Loss]) -> str:
 
 def read_losses(file: Path) -> list[Loss]:
     """The losses of a run so far, each as its last line has it. Lines that are none are passed over."""
-    losses: dict[tuple[str, str], Loss] = {}
+    losses: dict[tuple[str, float], Loss] = {}
     with suppress(OSError):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, TypeError):
                 loss = Loss(**json.loads(line))
-                losses[loss.what, loss.at] = loss
+                losses[str(loss.what), float(loss.began_s)] = loss
     return list(losses.values())
 
 
@@ -43,7 +43,12 @@ def loss_table(losses: Sequence[Loss]) -> Table:
     for name, justify in columns:
         table.add_column(name, justify=justify)
     for loss in losses:
-        back = "" if loss.back_after_s is None else f"{loss.back_after_s:.1f}"
-        cells = (loss.at[:19].replace("T", " "), loss.what, loss.cause[:_MOST_LETTERS], back)
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+        back = f"{loss.back_after_s:.1f}" if isinstance(loss.back_after_s, float) else ""
+        cells = (
+            str(loss.at)[:19].replace("T", " "),
+            loss.what,
+            str(loss.cause)[:_MOST_LETTERS],
+            back,
+        )
+        table.add_row(*(Text(printable(str(cell))) for cell in cells))
     return table

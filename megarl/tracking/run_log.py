@@ -147,7 +147,7 @@ class RunLog:
         self._in_force: Mapping[str, Any] | None = None
         self.losses = Losses()
         self._loss_file = self.folder / "losses.jsonl"
-        for loss in read_losses(self._loss_file)[-1:]:
+        for loss in read_losses(self._loss_file):
             if loss.what == THE_RUN and loss.back_after_s is None:
                 self.losses.reopen(loss)
         self._go_on_after(step)
@@ -236,7 +236,8 @@ class RunLog:
             self._draw()
             if error is None:
                 self._console.print(self._closing_table())
-                if losses := read_losses(self._loss_file):
+                # a disk that does not answer is not asked again
+                if not self._files.is_silent and (losses := read_losses(self._loss_file)):
                     self._console.print(loss_table(losses))
 
     def _put_losses(self, *, also_open: bool = False) -> None:

@@ -10,7 +10,10 @@ from datetime import UTC, datetime
 
 @dataclass(eq=False)
 class Loss:
-    """what: a worker's name, or "the run". at: in UTC, to the second. back_after_s: None: it is not back yet."""
+    """what: a worker's name, "a step" whose result was wrong, or "the run". at: in UTC, to the second.
+
+    back_after_s: None: it is not back yet.
+    """
 
     what: str
     cause: str

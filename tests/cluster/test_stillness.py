@@ -91,6 +91,12 @@ class Looks:
         for _ in range(num_moving):
             self.is_overdue(0.0)
 
+    def forget(self) -> None:
+        self.group.forget(self._now_s)
+
+    def wait(self, seconds: float) -> None:
+        self._now_s += seconds
+
     def is_overdue(self, *still_s: float) -> bool:
         self._now_s += 1.0
         return self.group.is_overdue(self._now_s, still_s)
@@ -119,6 +125,8 @@ def test_a_standstill_that_has_ended_raises_the_limit() -> None:
 def test_a_standstill_that_a_loss_has_ended_does_not() -> None:
     looks = Looks(20)
     assert looks.is_overdue(10.0)
-    looks.group.forget()
+    looks.forget()
+    assert not looks.is_overdue(500.0), "it was still before, because of the one that is lost"
     looks.is_overdue(0.0)
+    looks.wait(9.0)
     assert looks.is_overdue(10.0)

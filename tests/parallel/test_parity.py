@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.config.models import TrainConfig
+from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import (
@@ -90,9 +92,16 @@ def train(trainer: Any) -> dict[str, Any]:
     return uneven_steps(trainer, STEPS)
 
 
-def run(path: Path, family: str, layout: TrainLayout, **keys: Any) -> list[dict[str, Any]]:
+def train_again(trainer: Any) -> dict[str, Any]:
+    config = trainer._model.chunks[0].config
+    return train(trainer) | {"again": (config.recompute_granularity, config.recompute_modules)}
+
+
+def run(
+    path: Path, family: str, layout: TrainLayout, work: Any = train, **keys: Any
+) -> list[dict[str, Any]]:
     run_recipe = recipe(path, layout, grad_clip=1.0, weight_decay=0.1, **SETTINGS[family], **keys)
-    return run_world(run_recipe, train)
+    return run_world(run_recipe, work)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +166,12 @@ def test_recomputed_activations_change_nothing(one_rank: dict[str, Any], name: s
     parts, layout_name = PARTS_AGAIN[name]
     layout = LAYOUTS[layout_name]
     path, expected = one_rank["deepseek-v3"]
-    check(run(path, "deepseek-v3", layout, recompute=parts), layout, expected)
+    ranks = run(path, "deepseek-v3", layout, train_again, recompute=parts)
+    check(ranks, layout, expected)
+    for rank, result in enumerate(ranks):
+        fields = recompute_fields(TrainConfig(lr=1.0, recompute=parts), layout.coords(rank).pp)
+        modules = fields["recompute_modules"] or ["core_attn"]  # Megatron's default
+        assert result["again"] == (fields["recompute_granularity"], modules)
 
 
 @pytest.mark.parametrize(

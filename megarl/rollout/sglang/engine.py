@@ -64,7 +64,7 @@ class Engine(SamplingEngine):
 
     @property
     def exchange_still_s(self) -> float:
-        """For how long a scheduler has stood still in an exchange with others; 0 outside of one."""
+        """For how long all schedulers in an exchange with others have stood still; 0 outside of one."""
         return self._host.exchange_still_s
 
     async def begin(self, conversation: str, prompt_tokens: int) -> None:

@@ -112,7 +112,7 @@ class Host:
 
     @property
     def exchange_still_s(self) -> float:
-        """For how long a scheduler has stood still in an exchange with others; 0 outside of one."""
+        """For how long all schedulers in an exchange with others have stood still; 0 outside of one."""
         return self._standstill.exchange_still_s
 
     def stop(self) -> None:

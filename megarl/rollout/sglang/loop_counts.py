@@ -84,7 +84,7 @@ class Standstill:
         self._deadline = Deadline(timeout_s, floor_s=_LEAST_ROUND_S)
         self._looked_at = time.monotonic()
         self._progress: defaultdict[int, _Progress] = defaultdict(_Progress)
-        # for how long one has stood still in an exchange, at the last look; 0: none is in one, or all work
+        # for how long all that are in an exchange have stood still, at the last look; 0: none is, or one works
         self.exchange_still_s = 0.0
 
     def look(self, schedulers: Sequence[BaseProcess], first_rank: int) -> str | None:
@@ -94,7 +94,7 @@ class Standstill:
         self._looked_at = now
         counts = np.fromfile(self._file, np.int64).tolist()
         still = []
-        self.exchange_still_s = 0.0
+        still_in_exchange_s = []
         limit_s = self._deadline.limit_s
         for index, process in enumerate(schedulers):
             count = counts[index]
@@ -110,13 +110,16 @@ class Standstill:
             progress.count = count
             name = f"{first_rank + index} (pid {process.pid})"
             still_s = progress.still_s(count, now, process.pid or 0)
-            self.exchange_still_s = max(self.exchange_still_s, still_s)
+            if count == _EXEMPT:
+                still_in_exchange_s.append(still_s)
             if still_s >= self._deadline.ceiling_s + PEERS_S:
                 return f"engine scheduler {name} stands still in an exchange, for {still_s:.0f} s"
             if progress.stopped_s >= self._stopped_limit_s:
                 return f"engine scheduler {name} was stopped by a signal, {self._stopped_limit_s:g} s ago"
             if progress.same_s >= limit_s + PEERS_S:
                 still.append(name)
+        # in one assignment: another thread reads it
+        self.exchange_still_s = min(still_in_exchange_s, default=0.0)
         if still:
             return f"engine scheduler {', '.join(still)} has done nothing for {limit_s:g} s"
         return None
