@@ -256,8 +256,8 @@ class Fleet(TrainingFleet):
 
         An exchange that fails is tried once more while every process is alive, and again after an engine was lost and
         started anew: it writes everything anew, through new connections of the engines, and between the two these
-        refuse to sample. Where that fails by an engine's error, the engine is lost. Raises WorkerFailed when it fails by
-        another's, or a training rank is gone.
+        refuse to sample. Where that fails by an engine's error, the engine is lost. Raises WorkerFailed when it fails
+        by another's, or a training rank is gone.
         """
         processes = self.engines.processes
         is_repeated = False

@@ -62,9 +62,9 @@ class _Begun:
     """A generation that is being copied. first: from the ranks; second: from keeper to keeper."""
 
     generation: Generation
+    began_s: float
     first: list[_CopyCall] = field(default_factory=list)
     second: list[_CopyCall] = field(default_factory=list)
-    began_s: float = field(default_factory=time.monotonic)
 
 
 class StateCopies:
@@ -119,7 +119,8 @@ class StateCopies:
         self._settle_second()
         if not self._have_keepers():
             return
-        begun = _Begun(Generation(step, version, {rank.name: frozenset() for rank in ranks}))
+        generation = Generation(step, version, {rank.name: frozenset() for rank in ranks})
+        begun = _Begun(generation, time.monotonic())
         for rank in ranks:
             name = CopyName(rank.name, step)
             node = self._node_of(rank)

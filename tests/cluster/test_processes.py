@@ -72,7 +72,10 @@ from megarl.cluster import processes
 processes.raise_on_sigterm()
 processes.note_sigusr1()
 os.kill(os.getpid(), signal.SIGUSR1)
+# it is passed on by a supervisor that has got the same
+os.kill(os.getpid(), signal.SIGUSR1)
 print(processes.is_end_wanted(), processes.was_terminated())
+processes._SAME_SIGNAL_S = 0.0
 try:
     os.kill(os.getpid(), signal.SIGUSR1)
     signal.pause()

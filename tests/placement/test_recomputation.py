@@ -15,6 +15,7 @@ from megarl.placement.recomputation import (
     recompute_fields,
     recompute_keys,
     recomputed_parts,
+    without_lacking,
 )
 
 DENSE = ModelShape(4, 64, 4, 2, 16, 100, ffn_size=96, num_dense_layers=4)
@@ -56,7 +57,8 @@ def test_megatrons_fields_say_it_for_all_ranks(options: dict[str, Any], parts: s
 
 
 def test_a_models_ladder_has_its_own_parts_from_nothing_to_whole_layers() -> None:
-    assert ladder(DENSE) == [set(), {"layernorm"}, {"layernorm", "mlp"}, {"layer"}]
+    # its norms are fused with what is behind them
+    assert ladder(DENSE) == [set(), {"mlp"}, {"layer"}]
     assert ladder(SPARSE) == [
         set(),
         {"layernorm", "moe_act"},
@@ -81,6 +83,9 @@ def test_parts_that_a_model_lacks_and_keys_that_say_it_twice_are_named() -> None
     assert recompute_errors(config(recompute={"moe": 1, "layer": 2}), SPARSE) == []
     (error,) = recompute_errors(config(recompute={"mla_up_proj": 1}), SPARSE)
     assert error.where == "train.recompute.mla_up_proj" and "moe_act" in error.hint
+    of_scorer = without_lacking(config(recompute={"mla_up_proj": 1, "moe": 2}), SPARSE)
+    assert of_scorer.recompute == {"mla_up_proj": 0, "moe": 2}
+    assert recompute_errors(of_scorer, SPARSE) == []
     twice = config(recompute={"layer": 1}, megatron={"recompute_granularity": "full"})
     (error,) = recompute_errors(twice, SPARSE)
     assert error.where == "train.megatron.recompute_granularity"

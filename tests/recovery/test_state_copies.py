@@ -101,6 +101,30 @@ def test_nobody_is_sent_to_a_keeper_that_dies_while_new_ranks_are_started(
         copies.restore(chosen, ranks)
 
 
+def test_the_limit_of_copies_is_learnt_from_their_time_and_is_that_of_copies_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not from the wait for them, which is short behind a long rollout; a state is given back in its own time."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(state_copies, "failure", lambda _: None)
+    monkeypatch.setattr(state_copies, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    session: Any = Session()
+    copies = StateCopies(session, [0], Restarts(9, 1e9), lambda _: None, timeout_s=600.0)
+    limits: list[float] = []
+    monkeypatch.setattr(copies, "_await_all", lambda _, __, limit_s: limits.append(limit_s))
+    ranks: Any = [SimpleNamespace(name="rank 0", slot=0, peer=None)]
+    for step in range(1, 5):
+        copies.begin(step, step, ranks)
+        clock.now += 3.0
+        copies.settle()
+    # before each copy it is waited for the start of keepers, behind it for the copies between them
+    assert limits[1::3] == [600.0, 600.0, 30.0, 30.0]
+    assert set(limits[0::3]) == {600.0}
+    assert copies.newest
+    copies.restore(copies.newest, ranks)
+    assert limits[-1] == 600.0
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     root = Path(__file__).parents[2]

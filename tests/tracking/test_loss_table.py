@@ -74,3 +74,18 @@ def test_a_broken_line_costs_no_other(tmp_path: Path) -> None:
     (tmp_path / "losses.jsonl").write_text(f'{good}\n[1]\n{{"what": 3}}\nno\n')
     assert [loss.what for loss in read_losses(tmp_path / "losses.jsonl")] == ["a"]
     assert read_losses(tmp_path / "none") == []
+
+
+def test_a_command_that_fails_at_once_keeps_no_loss_of_an_earlier_one_open(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path, UNTRACKED)
+    with pytest.raises(ValueError, match="first"), RunLog(recipe, quiet()) as log:
+        with log.step(1):
+            pass
+        raise ValueError("first")
+    with pytest.raises(ValueError, match="second"), RunLog(recipe, quiet(), resume=True, step=1):
+        raise ValueError("second")
+    with RunLog(recipe, quiet(), resume=True, step=1) as log, log.step(2):
+        pass
+    losses = read_losses(log.folder / "losses.jsonl")
+    assert [loss.cause for loss in losses] == ["first", "second"]
+    assert all(loss.back_after_s is not None for loss in losses)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.stillness import Work
 from megarl.rollout.sglang import loop_counts
 from megarl.rollout.sglang.loop_counts import PEERS_S, LoopCounter, Standstill, make_counter_file
 
@@ -95,6 +96,23 @@ def test_who_is_exempt_and_does_nothing_is_named_once_its_peers_have_given_up(
     assert lines[0] == f"{who} stands still in an exchange, for {seconds} s"
     assert looks(standstill, clock, sleepers, BOUND_S) == [], "it goes on"
     assert standstill.exchange_still_s == 0.0
+
+
+def test_a_scheduler_that_works_in_an_exchange_is_the_progress_of_its_engine(
+    tmp_path: Path, clock: Clock, sleepers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_counter_file(tmp_path / "rounds", 2)
+    counters = [LoopCounter(tmp_path / "rounds", index) for index in range(2)]
+    standstill = Standstill(tmp_path / "rounds", BOUND_S)
+    work = {sleepers[0].pid: 0.0, sleepers[1].pid: 0.0}
+    monkeypatch.setattr(loop_counts, "work_of", lambda pid: Work(work[pid], 0))
+    with counters[0].exempt(), counters[1].exempt():
+        for _ in range(5):
+            work[sleepers[1].pid] += 1.0
+            looks(standstill, clock, sleepers, 1)
+        assert standstill.exchange_still_s == 0.0
+        looks(standstill, clock, sleepers, 3)
+        assert standstill.exchange_still_s == 3.0
 
 
 def test_who_is_stopped_is_named_before_its_peers(
