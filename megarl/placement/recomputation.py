@@ -6,12 +6,14 @@ it again: the first ones keep the activations of the most micro-batches. Without
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megarl.config.models import TrainConfig
 from megarl.model.shape import ModelShape
 from megarl.types import RecomputedPart, UserError
 from megarl.types.listed import ErrorIterator, listed
+
+if TYPE_CHECKING:
+    from megarl.config.models import TrainConfig
 
 FIELDS = (
     "recompute_granularity",
