@@ -22,7 +22,7 @@ from typing import Annotated
 from typer import Argument, Option, Typer
 
 from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
-from megarl.cluster.supervisor import supervised
+from megarl.cluster.supervisor import in_child, let_be_supervised
 from megarl.collector import collector_paused
 from megarl.commands.output import (
     check_picture,
@@ -48,8 +48,6 @@ from megarl.types import (
 
 # no code of sysexits.h: a job that is queued again after others is not after this one
 _DRAINED = 79
-# whether this process was started for a command, and not for a program that calls one, such as a test
-_is_own_process = False
 _RecipeFile = Annotated[Path, Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
     list[str] | None,
@@ -357,7 +355,7 @@ def doctor(
         say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
-    sys.exit(_in_child(partial(_ended, run)))
+    sys.exit(in_child(partial(_ended, run), last_word))
 
 
 def _outcome(path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]) -> int:
@@ -369,14 +367,7 @@ def _outcome_with_ray(
     path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]
 ) -> int:
     """The same in a child process, which Ray may end."""
-    return _in_child(partial(_outcome, path, overrides, run))
-
-
-def _in_child(run: Callable[[], int]) -> int:
-    """Run in a child process where this process is the command's own: another program's would be doubled."""
-    if _is_own_process:
-        return supervised(run, last_word)
-    return run()
+    return in_child(partial(_outcome, path, overrides, run), last_word)
 
 
 def _ended(run: Callable[[], int | None]) -> int:
@@ -494,8 +485,7 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
 
 def main() -> None:
     """The console script."""
-    global _is_own_process
-    _is_own_process = True
+    let_be_supervised()
     # at the end Python would traverse all that is there, and the process frees it anyway
     atexit.register(gc.freeze)
     try:

@@ -31,6 +31,22 @@ _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 _to_supervisor: int | None = None  # a pipe, in a process that has a supervisor
 
 
+_may_fork = False  # whether this process was started for a command
+
+
+def let_be_supervised() -> None:
+    """This process was started for a command, and not for a program that calls one, such as a test."""
+    global _may_fork
+    _may_fork = True
+
+
+def in_child(run: Callable[[], int], last_word: Callable[[object], None]) -> int:
+    """`supervised` where this process was started for a command; another program's would be doubled."""
+    if _may_fork:
+        return supervised(run, last_word)
+    return run()
+
+
 def note_session(raylet_socket: str, node: str | None = None) -> None:
     """Tell the supervisor, if there is one, which servers of Ray may end this process by their own end.
 
