@@ -29,8 +29,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
 _to_supervisor: int | None = None  # a pipe, in a process that has a supervisor
-
-
 _may_fork = False  # whether this process was started for a command
 
 

@@ -11,6 +11,7 @@ import pytest
 from megarl.config.models import TrainConfig
 from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
+from megarl.types import RecomputedPart
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import (
     DENOMINATOR,
@@ -69,7 +70,7 @@ RECOMPUTE = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
 }
 # parts of layers, on so many pipeline ranks from the first, and the layout
-PARTS_AGAIN = {
+PARTS_AGAIN: dict[str, tuple[dict[RecomputedPart, int], str]] = {
     "by stage": (
         {"layer": 1, "layernorm": 2, "mla_up_proj": 2, "mlp": 2, "moe": 2, "shared_experts": 2},
         "tp2 vpp2 ep2",
