@@ -39,11 +39,12 @@ def raise_on_sigterm() -> None:
 
     def handler(signum: int, frame: FrameType | None) -> None:
         nonlocal last_s
-        _terminated.set()
         is_the_same = time.monotonic() - last_s < _SAME_SIGNAL_S
         last_s = time.monotonic()
-        if not is_the_same:
-            raise KeyboardInterrupt
+        if is_the_same:
+            return  # perhaps within the first one, which holds the event's lock
+        _terminated.set()
+        raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, handler)
 
@@ -65,7 +66,9 @@ def note_sigusr1() -> None:
         nonlocal last_s
         is_the_same = time.monotonic() - last_s < _SAME_SIGNAL_S
         last_s = time.monotonic()
-        if _end_wanted.is_set() and not is_the_same:
+        if is_the_same:
+            return
+        if _end_wanted.is_set():
             signal.raise_signal(signal.SIGTERM)
         _end_wanted.set()
 
