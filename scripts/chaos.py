@@ -215,18 +215,19 @@ def _watch(run: Attack, outcome: Outcome, log_size: int, stack: ExitStack) -> No
             outcome.detected_s = passed_s
             target = max(target, run.state()["step"])
         steps = run.steps
+        is_ending = re.search("^megarl: ", text, re.MULTILINE)
         if has_ended:
             outcome.outcome = "ended"
             outcome.cause = _last_line(run.new_text(log_size))
-        elif re.search("^megarl: ", text, re.MULTILINE) and passed_s < HUNG_S:
-            pass  # the run ends
+        elif passed_s > HUNG_S:
+            outcome.outcome = "hung"
+            outcome.cause = text[-2000:]
+        elif is_ending and run.is_running:
+            pass  # it has said its error, and has to end
         elif steps >= target and outcome.detected_s is not None:
             outcome.outcome = "recovered"
         elif (steps > outcome.step and not is_broken) or run.process.returncode == 0:
             outcome.outcome = "unnoticed"
-        elif passed_s > HUNG_S:
-            outcome.outcome = "hung"
-            outcome.cause = text[-2000:]
         if outcome.outcome != "missed":
             outcome.ended_s = passed_s
             return

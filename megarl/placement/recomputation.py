@@ -86,9 +86,14 @@ def recompute_keys(train: TrainConfig, parts: frozenset[RecomputedPart], pp: int
     keys: dict[str, Any] = {
         "recompute": dict.fromkeys(train.recompute, 0) | dict.fromkeys(parts, pp)
     }
-    if set_already := train.megatron.keys() & set(FIELDS):
-        keys["megatron"] = dict.fromkeys(sorted(set_already))
+    if cleared := cleared_fields(train):
+        keys["megatron"] = cleared
     return keys
+
+
+def cleared_fields(train: TrainConfig) -> dict[str, None]:
+    """Megatron's fields that the recipe sets, without their values: `train.recompute` decides in their place."""
+    return dict.fromkeys(name for name in FIELDS if name in train.megatron)
 
 
 def parts_of(shape: ModelShape) -> set[RecomputedPart]:

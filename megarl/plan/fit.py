@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.models import TrainConfig
 from megarl.model.shape import ModelShape
-from megarl.placement.recomputation import FIELDS, ladder, recomputed_parts
+from megarl.placement.recomputation import cleared_fields, ladder, recomputed_parts
 from megarl.placement.roles import Roles, engine_layout, resolve
 from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSizes, resized, sizes_of
@@ -235,9 +235,8 @@ def _recompute_changes(shape: ModelShape, train: TrainConfig, num_stages: int) -
     for parts in steps[least + 1 :]:
         # the value replaces the key
         values: _Values = {"train.recompute": dict.fromkeys(sorted(parts), num_stages)}
-        set_already = train.megatron.keys() & {*FIELDS}
-        if set_already:
-            values["train.megatron"] = train.megatron | dict.fromkeys(sorted(set_already))
+        if cleared := cleared_fields(train):
+            values["train.megatron"] = train.megatron | cleared
         yield values
 
 

@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from megarl.algos.statistics import GRAD_NORM, LOSS, TOKENS, Statistic
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.training import flops
-from megarl.training.batching import SampleRef, plan_updates
+from megarl.training.batching import SampleRef, Update, plan_updates
 from megarl.types import TrainSequence
 
 TIMEOUT_S = 600.0
@@ -120,6 +120,48 @@ def unguarded(trainer: Any) -> Iterator[None]:
         yield
 
 
+def planned(
+    recipe: Recipe,
+    sequences: Sequence[TrainSequence],
+    updates: int,
+    dp: int,
+    work_of: Callable[[int], float],
+) -> tuple[Sequence[Update], float]:
+    """The updates of a step on these sequences, and the operations of all of them; work_of: by a sequence's length."""
+    refs = [
+        SampleRef(index, 0, len(sequence.token_ids_T), int(sequence.loss_mask_T.sum()))
+        for index, sequence in enumerate(sequences)
+    ]
+    budget = recipe.train.tokens_per_micro_batch
+    plans = plan_updates(
+        refs, updates=updates, dp=dp, token_budget=budget, aggregation="token_mean", work=work_of
+    )
+    return plans, sum(work_of(len(sequence.token_ids_T)) for sequence in sequences)
+
+
+def timed(
+    contenders: Mapping[str, Callable[[], tuple[float, float]]], steps: int
+) -> dict[str, list[float]]:
+    """The seconds of each contender's steps, those to warm up first; they take turns, in changing order."""
+    import torch.distributed as dist
+
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for step in range(steps + WARM_UP):
+        order = list(contenders) if step % 2 else list(contenders)[::-1]
+        results_by_name = {}
+        for name in order:
+            dist.barrier()
+            started = time.perf_counter()
+            results_by_name[name] = contenders[name]()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - started)
+        if "bare" in contenders:
+            np.testing.assert_allclose(
+                results_by_name["megarl"], results_by_name["bare"], rtol=TOLERANCE
+            )
+    return seconds
+
+
 def work(
     rank: int,
     meet: Address,
@@ -131,8 +173,6 @@ def work(
     num_own: int,
 ) -> dict[str, Any]:
     """Both contenders on one rank; the seconds of their steps. num_own: updates without a pass of old logprobs."""
-    import torch.distributed as dist
-
     from megarl.parallel.packing import pack
     from megarl.parallel.pipeline import Norms
     from megarl.training.policy import PolicyRank, UpdateShare
@@ -140,14 +180,7 @@ def work(
 
     trainer = PolicyRank(rank, resolve(recipe).policy, meet)
     layout, shape = trainer.layout, trainer.shape
-    lengths = [
-        (len(sequence.token_ids_T), int(sequence.loss_mask_T.sum())) for sequence in sequences
-    ]
-    refs = [SampleRef(index, 0, tokens, learnt) for index, (tokens, learnt) in enumerate(lengths)]
-    budget, per_token = recipe.train.tokens_per_micro_batch, flops.train_work(shape)
-    plans = plan_updates(
-        refs, updates=updates, dp=layout.dp, token_budget=budget, aggregation="token_mean", work=per_token
-    )  # fmt: skip
+    plans, total = planned(recipe, sequences, updates, layout.dp, flops.train_work(shape))
     parts = []
     for update in plans:
         rank_batches = update.micro_batches[layout.coords(rank).dp]
@@ -177,21 +210,7 @@ def work(
         contenders[other] = partial(step_of, 0)
     else:
         contenders[other] = without_guard
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for step in range(steps + WARM_UP):
-        order = list(contenders) if step % 2 else list(contenders)[::-1]
-        results_by_name = {}
-        for name in order:
-            dist.barrier()
-            started = time.perf_counter()
-            results_by_name[name] = contenders[name]()
-            dist.barrier()
-            seconds[name].append(time.perf_counter() - started)
-        if other == "bare":
-            np.testing.assert_allclose(
-                results_by_name["megarl"], results_by_name["bare"], rtol=TOLERANCE
-            )
-    total = sum(per_token(tokens) for tokens, _ in lengths)
+    seconds = timed(contenders, steps)
     kept = {name: times[WARM_UP:] for name, times in seconds.items()}
     tokens = sum(update.tokens for update in plans)
     return {"seconds": kept, "tokens": tokens, "flops": total, "micro_batches": len(rows)}

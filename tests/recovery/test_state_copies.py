@@ -64,16 +64,22 @@ class Session:
     def end(self, worker: Any) -> None: ...
 
 
+def on_two_nodes(session: Any, restarts: int) -> tuple[StateCopies, Any]:
+    """Copies that are begun of a rank on each node, and the ranks."""
+    copies = StateCopies(session, [0, 1], Restarts(restarts, 1e9), lambda _: None, timeout_s=600.0)
+    ranks: Any = [SimpleNamespace(name=f"rank {slot}", slot=slot, peer=None) for slot in (0, 1)]
+    copies.begin(1, 1, ranks)
+    copies.settle()
+    return copies, ranks
+
+
 def test_a_keeper_that_dies_while_the_second_copies_are_made_holds_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither the first ones that it had, which nobody must be sent to, nor those that it was getting."""
     monkeypatch.setattr(state_copies, "failure", lambda _: None)
     session: Any = Session()
-    copies = StateCopies(session, [0, 1], Restarts(1, 1e9), lambda _: None, timeout_s=600.0)
-    ranks: Any = [SimpleNamespace(name=f"rank {slot}", slot=slot, peer=None) for slot in (0, 1)]
-    copies.begin(1, 1, ranks)
-    copies.settle()
+    copies, _ = on_two_nodes(session, restarts=1)
     session.lost = 1
     copies._settle_second()
     assert copies.newest
@@ -86,10 +92,7 @@ def test_nobody_is_sent_to_a_keeper_that_dies_while_new_ranks_are_started(
     """The generation was chosen before. The other keeper has all of it, and without that one it is lost."""
     monkeypatch.setattr(state_copies, "failure", lambda _: None)
     session: Any = Session()
-    copies = StateCopies(session, [0, 1], Restarts(9, 1e9), lambda _: None, timeout_s=600.0)
-    ranks: Any = [SimpleNamespace(name=f"rank {slot}", slot=slot, peer=None) for slot in (0, 1)]
-    copies.begin(1, 1, ranks)
-    copies.settle()
+    copies, ranks = on_two_nodes(session, restarts=9)
     copies._settle_second()
     chosen = copies.newest
     assert chosen

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -160,3 +162,21 @@ def test_the_last_line_of_a_number_counts() -> None:
     written = page([*results, *again])
     assert "2 faults, of which 2 hit somebody, in 1 runs of 1 kinds" in written
     assert "Exceptions:" not in written
+
+
+def test_a_run_that_has_said_its_error_and_does_not_end_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever steps it has recorded before."""
+    monkeypatch.setattr(chaos, "HUNG_S", -1.0)
+    fault = chaos_faults.Fault("kill", "rank", "train", 0.5)
+    run: Any = SimpleNamespace(
+        new_text=lambda _: "megarl: WorkerFailed: rank 0: its process died\n",
+        is_running=True,
+        process=SimpleNamespace(returncode=None),
+        steps=9,
+        state=lambda: {"step": 5},
+    )
+    outcome = chaos.Outcome(fault, step=4)
+    chaos._watch(run, outcome, 0, ExitStack())
+    assert outcome.outcome == "hung"
