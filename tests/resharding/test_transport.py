@@ -143,8 +143,10 @@ def test_a_group_whose_member_does_not_come_ends_with_a_peers_words(
     with pytest.raises(RuntimeError, match="member 1 has left: it was killed"):
         transport.make_group(PrefixStore("group", store), 0, 2, 30.0, ask)
     assert time.monotonic() - started < 15.0
-    # ends the thread that still waits
-    transport.make_group(PrefixStore("group", join_store(address_of(server), 60.0)), 1, 2, 30.0)
+    # Ends the thread that still waits. It drops its group at once, which may break the connection that this side makes.
+    late = PrefixStore("group", join_store(address_of(server), 60.0))
+    with suppress(RuntimeError):
+        transport.make_group(late, 1, 2, 30.0)
 
 
 def test_what_ends_says_how() -> None:
