@@ -2,6 +2,7 @@
 
     python scripts/chaos.py --faults 40 [--from 0] [--seed 1] [--run plain] [--steps 16] [--results FILE] [--page FILE]
         [--folder DIR]
+    python scripts/chaos.py --run plain --numbers 3 7 20
     python scripts/chaos.py --run quickstart --every 20 --for 600 [--results FILE] [--folder DIR]
 
 A tiny model, on CPU, seeded samples. Each fault is drawn by its number: what is done, to a process of which role, and a
@@ -238,7 +239,7 @@ def _await_moment(run: Attack, fault: Fault) -> int | None:
     """The step in whose phase of the fault the run is now; None where it has ended before."""
     began = time.monotonic()
     before = run.state()["phases"]
-    while run.is_running and time.monotonic() - began < soak._LIMIT_S:
+    while run.is_running and time.monotonic() - began < soak.LIMIT_S:
         state = run.state()
         _ = run.steps  # when each began
         is_due = state["phases"] > before and state["step"] >= FIRST
@@ -317,6 +318,7 @@ def disturb(
 def hit_by_clock(folder: Path, seed: int, every_s: float, for_s: float) -> Iterator[dict[str, Any]]:
     """The quickstart, hit every so many seconds for a time, and started again where that ends it; its end."""
     soak.STEPS = 30
+    soak.LIMIT_S = 1800.0
     prepared(folder, "quickstart")
     run = Attack(folder, f"disturbed-{seed}")
     leftovers = Leftovers(run.marker)
@@ -355,7 +357,7 @@ def _end_of(run: Attack, folder: Path, leftovers: Leftovers) -> dict[str, Any]:
     """Let the run end, and compare it."""
     for _ in range(3):
         try:
-            if run.process.wait(soak._LIMIT_S) == 0:
+            if run.process.wait(soak.LIMIT_S) == 0:
                 break
         except subprocess.TimeoutExpired:
             run.kill()
@@ -440,7 +442,8 @@ def _asked_for(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str
         target = (folder / "quickstart").resolve()
         yield from hit_by_clock(target, arguments.seed, arguments.every, arguments.for_s)
         return
-    numbers = range(arguments.first, arguments.first + arguments.faults)
+    following = range(arguments.first, arguments.first + arguments.faults)
+    numbers = arguments.numbers or following
     for name in arguments.run or RUNS:
         if numbers:
             target = (folder / name).resolve()
@@ -453,6 +456,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=10, help="of each kind of run")
     parser.add_argument("--from", type=int, default=0, dest="first", help="number of the first")
+    parser.add_argument("--numbers", type=int, nargs="+", help="of the faults, in place of these")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run", action="append", choices=[*RUNS], help="by default all of them")
     parser.add_argument("--results", type=Path, help="a file to which the results are appended")

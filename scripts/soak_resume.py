@@ -112,7 +112,7 @@ _SECONDS = (
     "episode/tool_s_mean",
     "episode/tool_s_max",
 )
-_LIMIT_S = 300.0
+LIMIT_S = 300.0
 
 
 def prepare(folder: Path, overrides: list[str], *, episodes: bool, many_ends: bool = True) -> None:
@@ -186,7 +186,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def finish(folder: Path, name: str, *more: str) -> None:
     process = start(folder, name, *more)
-    if process.wait(_LIMIT_S) != 0:
+    if process.wait(LIMIT_S) != 0:
         raise RuntimeError(f"the run failed:\n{(folder / f'{name}.log').read_text()[-4000:]}")
 
 
@@ -205,9 +205,9 @@ def disturb(folder: Path, name: str, after: int, delay_s: float, *, more_engines
     while len(records(folder, name)) < after or not (folder / "runs" / name).exists():
         if process.poll() is not None:
             return f"had ended (code {process.returncode})"
-        if time.monotonic() - began > _LIMIT_S:
+        if time.monotonic() - began > LIMIT_S:
             kill(process)
-            raise TimeoutError(f"no record {after} in {_LIMIT_S} s")
+            raise TimeoutError(f"no record {after} in {LIMIT_S} s")
         time.sleep(_POLL_S)
     if more_engines:
         ask_for_engines(folder, name, 2)
@@ -232,7 +232,7 @@ def megarl(folder: Path, verb: str, name: str, *options: str) -> subprocess.Comp
         env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=_LIMIT_S,
+        timeout=LIMIT_S,
     )
 
 
@@ -247,7 +247,7 @@ def ask_for_engines(folder: Path, name: str, count: int) -> None:
     """`megarl engines`, as soon as the run that has just begun takes requests."""
     began = time.monotonic()
     while (done := megarl(folder, "engines", name, "--count", str(count))).returncode:
-        if time.monotonic() - began > _LIMIT_S:
+        if time.monotonic() - began > LIMIT_S:
             raise RuntimeError(f"megarl engines failed:\n{done.stdout}{done.stderr}")
 
 
@@ -263,7 +263,7 @@ def ask(folder: Path, name: str, *, drains: bool, fewer_engines: bool) -> str:
 
     def wait_for(words: bytes, count: int) -> None:
         while len(re.findall(words, log.read_bytes()[log_size:], re.MULTILINE)) < count:
-            is_late = time.monotonic() - began > _LIMIT_S
+            is_late = time.monotonic() - began > LIMIT_S
             if is_late and process.poll() is None:
                 kill(process)
             if is_late or process.poll() is not None:
@@ -279,7 +279,7 @@ def ask(folder: Path, name: str, *, drains: bool, fewer_engines: bool) -> str:
         drain(folder, name)
     else:
         process.send_signal(signal.SIGUSR1)
-    code = process.wait(_LIMIT_S)
+    code = process.wait(LIMIT_S)
     expected = _DRAINED if drains else _TRY_AGAIN
     if code != expected:
         return f"ended with code {code}, not {expected}"
