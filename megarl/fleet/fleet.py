@@ -31,8 +31,9 @@ from megarl.fleet.rank_groups import (
 from megarl.placement.roles import Phase, Roles, resolve, sent_lora, trains_merged
 from megarl.printable import Say
 from megarl.recovery.engine_processes import EngineProcess
+from megarl.recovery.suspicion import Suspicion
 from megarl.resharding import peer_copy
-from megarl.resharding.member import Stats, abandon, collect_stats
+from megarl.resharding.member import Stats, abandon, collect_stats, exchange_suspects
 from megarl.resharding.payloads import PayloadName, ReshardStep, exchanged, reshard_steps
 from megarl.resharding.peer_copy import PeerCopy, copy_messages
 from megarl.resharding.session import Session, Sessions, sessions
@@ -256,10 +257,11 @@ class Fleet(TrainingFleet):
 
         An exchange that fails is tried once more while every process is alive, and again after an engine was lost and
         started anew: it writes everything anew, through new connections of the engines, and between the two these
-        refuse to sample. Where that fails by an engine's error, the engine is lost. Raises WorkerFailed when it fails
-        by another's, or a training rank is gone.
+        refuse to sample. Where that fails, too, the engine is lost that is to blame, see `Suspicion`. Raises
+        WorkerFailed when a training rank is to blame, or gone.
         """
         processes = self.engines.processes
+        suspicion = Suspicion(self.roles.engines)
         is_repeated = False
         while True:
             self._refuse_lost_ranks()
@@ -280,8 +282,9 @@ class Fleet(TrainingFleet):
                     raise
                 self._refuse_lost_ranks()
                 if processes.num_lost == num_lost:
-                    if is_repeated and not processes.lose_named(failure):
-                        raise
+                    suspicion.note(self._suspects(steps))
+                    if is_repeated:
+                        self._give_up(suspicion, failure)
                     is_repeated = True
                 # a member keeps its connection to the store with its session, and one that is broken stays so
                 processes.forget_sessions()
@@ -293,6 +296,30 @@ class Fleet(TrainingFleet):
                 f"the engines are at versions {versions}, the trainer is at {version}"
             )
         return exchanged(steps)
+
+    def _suspects(self, steps: Sequence[ReshardStep]) -> list[int]:
+        """The members by which the last attempt may have failed."""
+        return exchange_suspects(self._store, self._run_id, self.attempts, exchanged(steps))
+
+    def _give_up(self, suspicion: Suspicion, failure: WorkerFailed) -> None:
+        """Lose the engine by which exchanges fail; raises WorkerFailed where that is a training rank.
+
+        Where nobody is suspected it is the worker whose call failed, since it did so before it knew any other. failure:
+        that of this call.
+        """
+        processes = self.engines.processes
+        member = suspicion.give_up()
+        if member is not None:
+            engine = suspicion.engine_of(member)
+            if engine is None:
+                name = self.trainers.workers[member].name
+            else:
+                name = processes.engines[engine].worker.name
+            if name != failure.worker:
+                problem = f"{name}: exchanges of weights fail by it ({failure})"
+                failure = WorkerFailed(problem, failure.evidence, name)
+        if not processes.lose_named(failure):
+            raise failure
 
     def _refuse_lost_ranks(self) -> None:
         """Raises WorkerFailed where the ranks whose weights are read are gone."""

@@ -19,7 +19,7 @@ from megarl.cluster.calls import ResultsLost, WorkerFailed
 from megarl.printable import Say
 from megarl.recovery.rank_processes import RankLoss, RankProcesses
 from megarl.recovery.restarts import Restarts
-from megarl.recovery.state_copies import Generation, StateCopies
+from megarl.recovery.state_copies import CopiesLost, Generation, StateCopies
 from megarl.types import Metrics
 from megarl.types.losses import Losses
 
@@ -128,6 +128,8 @@ class Repetition:
         self._trainings: list[_Training] = []
         # whether the ranks may have another state than that after `_step`
         self._is_stale = False
+        # ranks that were started anew and have got no state since
+        self._untouched: set[Worker] = set()
         self._counted: list[RankLoss] = []
         # failures in all, and how many of them were when `admit` was called last
         self._num_counted = 0
@@ -295,11 +297,7 @@ class Repetition:
         self._checkpoints.set_aside()
         # a checkpoint lacks what a rank that goes on has beyond it
         self._rebuild(afresh=isinstance(point, SavedState))
-        if isinstance(point, Generation):
-            assert self._copies
-            self._copies.restore(point, self._ranks.trained_ranks)
-        else:
-            self._ranks.load_state(point.folder)
+        point = self._with_state(point)
         self._ranks.state_restored(point.version)
         self._checkpoints.save_again(point.step)
         repeated = self._trainings_after(point.step)
@@ -312,6 +310,29 @@ class Repetition:
         if repeated:
             self._copy_at_once(repeated[-1].version)
 
+    def _with_state(self, point: Generation | SavedState) -> Generation | SavedState:
+        """Give the ranks, once they are rebuilt, the state of a point, which is returned.
+
+        It is that of the next newest point where copies were lost meanwhile. Raises CannotRepeat where there is none.
+        """
+        while isinstance(point, Generation):
+            assert self._copies
+            untouched = self._untouched
+            self._untouched = set()
+            try:
+                self._copies.restore(point, self._ranks.trained_ranks)
+                return point
+            except CopiesLost as lost:
+                if lost.ranks_are_untouched:
+                    self._untouched = untouched
+                point = self._restore_point()
+                self._say(f"{lost}; the ranks go on from the state after step {point.step}")
+        # those that have got a part of a copy once more
+        self._rebuild(afresh=True)
+        self._untouched = set()
+        self._ranks.load_state(point.folder)
+        return point
+
     def _copy_at_once(self, version: int | None) -> None:
         """Copy a state that was reached by trainings again, or the next loss would need one more of them.
 
@@ -323,7 +344,13 @@ class Repetition:
             self._forget_old()
 
     def _rebuild(self, *, afresh: bool) -> None:
+        """As `rebuild_ranks`; ranks that are untouched are not started a second time."""
+        before = {*self._ranks.trained_ranks}
+        if afresh and before <= self._untouched and not self._losses():
+            return
         self._ranks.rebuild_ranks(afresh=afresh)
+        after = {*self._ranks.trained_ranks}
+        self._untouched = (after - before) | (after & self._untouched)
         self._counted.clear()
 
     def _say_causes(self, what: str) -> None:
@@ -373,6 +400,7 @@ class Repetition:
             self._copies.forget()
         self._trainings = []
         self._rebuild(afresh=True)
+        self._untouched = set()
 
     def lost_time(self) -> Callable[[], None]:
         """Begins now; the call ends it, and counts it once with all that was counted meanwhile."""

@@ -26,6 +26,17 @@ _LOOK_S = 1.0
 _KEEPER = "megarl.recovery.state_keeper:StateKeeper"
 
 
+class CopiesLost(Exception):
+    """No keeper has a rank's copy any more, though one had when the generation was chosen.
+
+    ranks_are_untouched: whether no rank has got any part of the generation.
+    """
+
+    def __init__(self, problem: str, *, ranks_are_untouched: bool) -> None:
+        super().__init__(problem)
+        self.ranks_are_untouched = ranks_are_untouched
+
+
 @dataclass(frozen=True)
 class Generation:
     """The copies after a step. version: of the weights that engines had then. holders: by rank, nodes with a copy."""
@@ -195,23 +206,43 @@ class StateCopies:
         self._free()
 
     def restore(self, generation: Generation, ranks: Sequence[Worker]) -> None:
-        """Give the ranks their states of a generation. Raises WorkerFailed, by the rank that did not get its own."""
-        calls: dict[Ref, str] = {}
+        """Give the ranks their states of a generation, where a keeper is lost by the other one that has a copy.
+
+        Raises CopiesLost, and WorkerFailed by a rank that does not take its own.
+        """
+        waiting = list(ranks)
+        while waiting:
+            for rank in waiting:
+                # a keeper may have been lost since the generation was chosen
+                if not generation.holders[rank.name] & self._keepers.keys():
+                    raise CopiesLost(
+                        f"the copies of {rank.name} after step {generation.step} are lost",
+                        ranks_are_untouched=len(waiting) == len(ranks),
+                    )
+            waiting = self._give(generation, waiting)
+
+    def _give(self, generation: Generation, ranks: Sequence[Worker]) -> list[Worker]:
+        """One attempt of `restore`; the ranks whose keeper was lost meanwhile."""
+        receivers: dict[Ref, Worker] = {}
         nodes: dict[Ref, int] = {}
         for rank in ranks:
             own = self._node_of(rank)
-            # a keeper may have been lost since the generation was chosen
             holders = generation.holders[rank.name] & self._keepers.keys()
-            if not holders:
-                problem = f"the copies of {rank.name} after step {generation.step} are lost"
-                raise WorkerFailed(problem, problem, rank.name)
             node = own if own in holders else min(holders)
             name = CopyName(rank.name, generation.step)
             call = self._keepers[node].call("give", name, rank.peer)
-            calls[call] = rank.name
+            receivers[call] = rank
             nodes[call] = node
-        self._await_all(calls, nodes, self._deadline.ceiling_s)
-        self._cluster.gather(calls)
+        names = {call: rank.name for call, rank in receivers.items()}
+        self._await_all(names, nodes, self._deadline.ceiling_s)
+        for call, node in nodes.items():
+            error = failure(call)
+            # the call may have failed before its keeper's end is known
+            if error and node in self._keepers and self._cluster.has_ended(self._keepers[node]):
+                self._lose(node, reported(self._keepers[node].name, error))
+        unserved = [call for call, node in nodes.items() if node not in self._keepers]
+        self._cluster.gather({call: names[call] for call in names if call not in unserved})
+        return [receivers[call] for call in unserved]
 
     def start(self) -> None:
         """Begin to start the keepers that are not there."""

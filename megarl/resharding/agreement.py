@@ -12,9 +12,20 @@ from torch.distributed.distributed_c10d import Store
 Vote = Mapping[str, Any]
 
 
-def fail_stage(store: Store, stage: str, error: str) -> Vote:
-    """Let a stage fail for all members, unless it has its outcome already; the outcome that stands."""
-    return _propose(store, stage, {"error": error})
+def fail_stage(store: Store, stage: str, error: str, suspects: Sequence[int] = ()) -> Vote:
+    """Let a stage fail for all members, unless it has its outcome already; the outcome that stands.
+
+    suspects: the members that may have caused the error, the likeliest first.
+    """
+    return _propose(store, stage, {"error": error, "suspects": list(suspects)})
+
+
+def suspects_of(store: Store, stage: str) -> list[int]:
+    """The members that may have made a stage fail, the likeliest first; [] where it has not, or nobody knows."""
+    key = f"{stage}/outcome"
+    if not store.check([key]):
+        return []
+    return json.loads(store.get(key)).get("suspects", [])
 
 
 def _propose(store: Store, stage: str, outcome: Vote) -> Vote:
@@ -67,11 +78,18 @@ class Agreement:
             raise RuntimeError(outcome["error"])
         return outcome
 
-    def refuse(self, stage: str, error: str) -> str | None:
-        """Fail a stage for all members, present and later; returns the error of another member that was first."""
+    def refuse(self, stage: str, error: str, silent_peer: int | None = None) -> str | None:
+        """Fail a stage for all members, present and later; returns the error of another member that was first.
+
+        silent_peer: the other end of the connection that has failed, which is suspected before this member; None where
+        the error is this member's own.
+        """
         self._keys.append(f"{stage}/outcome")
         own_error = f"{self._subject}: {self._names[self._member]} {error}"
-        standing_error = fail_stage(self._store, stage, own_error).get("error")
+        suspects = [self._member]
+        if silent_peer is not None:
+            suspects.insert(0, silent_peer)
+        standing_error = fail_stage(self._store, stage, own_error, suspects).get("error")
         return None if standing_error == own_error else standing_error
 
     def ask(self, stage: str) -> None:
@@ -98,16 +116,18 @@ class Agreement:
         self._keys.append(key)
 
     def _outcome(self, stage: str) -> Vote:
+        """The outcome, as soon as it is there; after the timeout the stage fails by the members that are missing."""
         key = f"{stage}/outcome"
         try:
             self._store.wait([key], timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
+        except RuntimeError:
             missing = [
-                name
-                for member, name in enumerate(self._names)
+                member
+                for member in range(self._num_members)
                 if not self._store.check([f"{stage}/{member}"])
             ]
-            raise RuntimeError(
-                f"{self._subject}: {', '.join(missing)} did not arrive within {self._timeout_s} s"
-            ) from error
+            names = ", ".join(self._names[member] for member in missing)
+            error = f"{self._subject}: {names} did not arrive within {self._timeout_s} s"
+            self._keys.append(key)
+            return fail_stage(self._store, stage, error, suspects=missing)
         return json.loads(self._store.get(key))

@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.device import BACKEND, DEVICE
@@ -24,7 +23,7 @@ from megarl.resharding.lora_scaling import ScaledBox, Scaling
 from megarl.resharding.reshard_plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, shape_as_stack, views
-from megarl.resharding.transport import PeerCheck, batch, settle, wait
+from megarl.resharding.transport import PeerCheck, PostedWork, batch, settle, wait
 from megarl.types.tensors import NamedTensors
 
 Params = NamedTensors
@@ -124,7 +123,7 @@ class MemberRound(NamedTuple):
 class OnTheWay(NamedTuple):
     """A posted round: works to wait for, and the messages to unpack then."""
 
-    works: list[dist.Work]
+    works: list[PostedWork]
     unpack: list[tuple[SendBuffer, Tensor]]
 
 
@@ -323,13 +322,13 @@ def _post(group: Any, step: MemberRound, out: Tensor, into: Tensor) -> OnTheWay:
         return OnTheWay([], [])
     with batch(group) as works:
         for send_buffer, buffer in _places(step.receives, into):
-            works.append(group.recv([buffer], send_buffer.peer, 0))
+            works.append((send_buffer.peer, group.recv([buffer], send_buffer.peer, 0)))
             if send_buffer.direct is None:
                 unpack.append((send_buffer, buffer))
         for send_buffer, buffer in _places(step.sends, out):
             for piece, elements, place in send_buffer.stage(buffer):
                 fill(piece.copy, [place], elements)
-            works.append(group.send([buffer], send_buffer.peer, 0))
+            works.append((send_buffer.peer, group.send([buffer], send_buffer.peer, 0)))
     return OnTheWay(works, unpack)
 
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
-from megarl.resharding.agreement import Agreement, Vote, fail_stage
+from megarl.resharding.agreement import Agreement, Vote, fail_stage, suspects_of
 from megarl.resharding.payloads import Params, PayloadName, make_payload
 from megarl.resharding.planner import Planner
 from megarl.resharding.reshard_plan import MemberPlan, agreed_rounds
 from megarl.resharding.session import Session
-from megarl.resharding.transport import PeerCheck, close_group, make_group
+from megarl.resharding.transport import PeerCheck, PeerSilent, close_group, make_group
 from megarl.resharding.verify import Verifier
 
 # increase it whenever the same inputs give another plan: members of two versions must not exchange
@@ -41,6 +41,7 @@ _COMMON_SETTINGS = (
     "gpus_per_node",
     "verify",
 )
+_STAGES = ("ready", "prepared", "done")  # of an attempt, in their order
 # The fields of Stats that are added over members, and over payloads, which are moved one after the other.
 _ADDED_OVER_MEMBERS = ("wire_bytes", "inter_node_bytes", "local_bytes")
 _ADDED_OVER_PAYLOADS = (*_ADDED_OVER_MEMBERS, "plan_s", "seconds")
@@ -134,7 +135,8 @@ class Member:
                 kept_share=kept_share,
             )
         except Exception as raised:
-            other_error = self._agreement.refuse(stage, f"failed in the exchange: {raised}")
+            peer = raised.peer if isinstance(raised, PeerSilent) else None
+            other_error = self._agreement.refuse(stage, f"failed in the exchange: {raised}", peer)
             self.close()  # only now, so that peers that fail because of it find this error
             if other_error:
                 raise RuntimeError(other_error) from raised
@@ -259,8 +261,25 @@ def abandon(
     """Fail an attempt for all members, present and later, because one that is gone cannot."""
     for payload in payloads:
         prefixed = PrefixStore(_prefix(run_id, payload), store)
-        for stage in ("ready", "prepared", "done"):
+        for stage in _STAGES:
             fail_stage(prefixed, f"{attempt}/{stage}", f"reshard: {reason}")
+
+
+def exchange_suspects(
+    store: Store, run_id: str, attempt: int, payloads: Sequence[PayloadName]
+) -> list[int]:
+    """The members that may have made an attempt fail, the likeliest first, as the member says that noticed it first.
+
+    One that could not take part, or failed by itself, says its own number; one that waited says who did not arrive, or
+    both ends of the connection that failed, its peer's first. [] where no member has said anything: the attempt was
+    abandoned, because one failed before it knew the others, or their inputs differ.
+    """
+    for payload in payloads:
+        prefixed = PrefixStore(_prefix(run_id, payload), store)
+        for stage in _STAGES:
+            if suspects := suspects_of(prefixed, f"{attempt}/{stage}"):
+                return suspects
+    return []
 
 
 def collect_stats(

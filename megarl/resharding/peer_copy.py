@@ -17,7 +17,6 @@ from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -25,7 +24,7 @@ from megarl.device import DEVICE, Address, join_store
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding.agreement import Agreement, Vote
 from megarl.resharding.shards import LayoutError, first_of
-from megarl.resharding.transport import batch, close_group, make_group, settle, wait
+from megarl.resharding.transport import PostedWork, batch, close_group, make_group, settle, wait
 from megarl.resharding.verify import (
     STRIP_BYTES,
     WORD_BYTES,
@@ -239,7 +238,7 @@ class CopyMember:
         contents: NamedTensors,
     ) -> None:
         """Send all rounds, or receive them in place as the target."""
-        in_flight: deque[list[dist.Work]] = deque()
+        in_flight: deque[list[PostedWork]] = deque()
         for ranges_by_peer in _upcoming(rounds_by_peer):
             in_flight.append(self._post(group, _parts(contents, ranges_by_peer)))
             if len(in_flight) == _ROUNDS_IN_FLIGHT:
@@ -248,11 +247,13 @@ class CopyMember:
             wait(works, self._copy.timeout_s, self._ask)
         settle(self._copy.timeout_s)
 
-    def _post(self, group: Any, tensors_by_peer: Mapping[int, Sequence[Tensor]]) -> list[dist.Work]:
+    def _post(
+        self, group: Any, tensors_by_peer: Mapping[int, Sequence[Tensor]]
+    ) -> list[PostedWork]:
         post = group.recv if self._member == TARGET else group.send
         with batch(group) as works:
             for peer, tensors in tensors_by_peer.items():
-                works += [post([tensor], peer, 0) for tensor in tensors]
+                works += [(peer, post([tensor], peer, 0)) for tensor in tensors]
         return works
 
     def _compare_sums(

@@ -20,15 +20,29 @@ POLL_S = 0.001  # between two polls of the device
 PEER_CHECK_S = 1.0  # between two queries of the store whether a peer has failed
 
 PeerCheck = Callable[[], None]  # raises RuntimeError with the message of a peer that has failed
+PostedWork = tuple[int, dist.Work]  # a message, and the member at its other end
+_ALL_PEERS = -1
+
+
+class PeerSilent(RuntimeError):
+    """The connection to a peer is broken, or nothing comes; neither end knows which of them is at fault."""
+
+    def __init__(self, error: str, peer: int) -> None:
+        super().__init__(error, peer)
+        self.error = error
+        self.peer = peer
+
+    def __str__(self) -> str:
+        return self.error
 
 
 @contextmanager
-def batch(group: Any) -> Iterator[list[dist.Work]]:
+def batch(group: Any) -> Iterator[list[PostedWork]]:
     """Collect the works that are posted inside; NCCL starts them together at the end, so that none blocks another.
 
     An error inside also closes the NCCL group: an open group would swallow everything that is posted later.
     """
-    works: list[dist.Work] = []
+    works: list[PostedWork] = []
     if BACKEND != "nccl":
         yield works
         return
@@ -37,23 +51,31 @@ def batch(group: Any) -> Iterator[list[dist.Work]]:
         yield works
     finally:
         coalesced = group._end_coalescing()  # None where nothing was posted
-        works[:] = [coalesced] if coalesced else []
+        works[:] = [(_ALL_PEERS, coalesced)] if coalesced else []
 
 
-def wait(works: Sequence[dist.Work], timeout_s: float, ask: PeerCheck) -> None:
+def wait(works: Sequence[PostedWork], timeout_s: float, ask: PeerCheck) -> None:
     """Return when posted messages are done. Raises RuntimeError when a peer ends, or after timeout_s.
 
-    `ask` is called about once a second. NCCL does not notice that a peer has failed. Over gloo a peer that fails closes
-    its connections, which ends most waits; but gloo forgets a send that it was about to write when the connection broke
-    (Pair::handleRemotePendingRecv).
+    Over gloo that is PeerSilent; NCCL has one work for all messages of a round, and does not notice that a peer has
+    failed. `ask` is called about once a second. Over gloo a peer that fails closes its connections, which ends most
+    waits; but gloo forgets a send that it was about to write when the connection broke (Pair::handleRemotePendingRecv).
     """
     bound = timedelta(seconds=timeout_s)
     if BACKEND == "nccl":
-        for work in works:
+        for _, work in works:
             poll(work.is_completed, timeout_s, ask)
             work.wait(bound)  # raises the error, if any, and orders the device's streams
     elif works:
-        bounded(lambda: [work.wait(bound) for work in works], math.inf, ask)
+        bounded(lambda: [_await(peer, work, bound) for peer, work in works], math.inf, ask)
+
+
+def _await(peer: int, work: dist.Work, bound: timedelta) -> None:
+    """Raises PeerSilent."""
+    try:
+        work.wait(bound)
+    except RuntimeError as error:
+        raise PeerSilent(str(error), peer) from error
 
 
 def poll(is_done: Callable[[], bool], timeout_s: float, ask: PeerCheck) -> None:

@@ -84,9 +84,10 @@ class Verifier:
             for peer, copies in received.items()
         }
         with batch(self.group) as works:
-            works += [self.group.recv([sums], peer, 0) for peer, sums in theirs.items()]
+            works += [(peer, self.group.recv([sums], peer, 0)) for peer, sums in theirs.items()]
             for peer, copies in sent.items():
-                works.append(self.group.send([self._sums(copies, "source", weights)], peer, 0))
+                sums = self._sums(copies, "source", weights)
+                works.append((peer, self.group.send([sums], peer, 0)))
         ours = {peer: self._sums(copies, "target", weights) for peer, copies in received.items()}
         wait(works, self.timeout_s, self.ask)
         return [
@@ -123,8 +124,10 @@ class Verifier:
             }
             ours = {peer: self._bytes(strip, "source") for peer, strip in out.items()}
             with batch(self.group) as works:
-                works += [self.group.recv([content], peer, 0) for peer, content in theirs.items()]
-                works += [self.group.send([content], peer, 0) for peer, content in ours.items()]
+                for peer, content in theirs.items():
+                    works.append((peer, self.group.recv([content], peer, 0)))
+                for peer, content in ours.items():
+                    works.append((peer, self.group.send([content], peer, 0)))
             wait(works, self.timeout_s, self.ask)
             for peer, strip in into.items():
                 target_content = self._bytes(strip, "target")

@@ -427,9 +427,19 @@ class PolicyRank(TrainingRank):
     ) -> None:
         """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice."""
         if self._exchanges and self._exchanges.session != session:  # of another number of engines
-            self._exchanges.close()
-            self._exchanges = None
+            self._end_exchanges()
         if self._exchanges is None:
             self._exchanges = Exchanges(session, self.params() | self.factors())
-        for payload in exchanged(steps):
-            self._exchanges.of(payload).run(version, attempt)
+        try:
+            for payload in exchanged(steps):
+                self._exchanges.of(payload).run(version, attempt)
+        except Exception:
+            # with the connections to the store: one that is broken stays so
+            self._end_exchanges()
+            raise
+
+    def _end_exchanges(self) -> None:
+        """The next exchange opens new connections."""
+        if self._exchanges:
+            self._exchanges.close()
+            self._exchanges = None

@@ -18,6 +18,7 @@ from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.step_fit import EngineHistory
 from megarl.model.lora_pairs import LoraSize
+from megarl.placement.engine_layout import EngineLayout
 from megarl.recovery.engine_processes import EngineProcess
 from megarl.resharding.member import Stats
 from megarl.rollout.load_balancing import Capacity
@@ -35,7 +36,8 @@ STATS = Stats(1, 0, 0, 0, 0.0, 0.0)
 class Cluster:
     """Fails the first `failures` exchanges; `alive`: whether every process outlives them."""
 
-    culprit = "engine 0"
+    culprit = "engine 0"  # whose call fails
+    suspects: tuple[int, ...] = ()  # of the members, by what these know
 
     def __init__(self, failures: int, alive: bool) -> None:
         self.failures, self.alive = failures, alive
@@ -84,8 +86,9 @@ class Engines:
             self.engines[0].has_session = False
 
     def lose_named(self, cause: WorkerFailed) -> bool:
-        self.num_lost += 1
-        return cause.worker == "engine 0"
+        is_engine = cause.worker == "engine 0"
+        self.num_lost += is_engine
+        return is_engine
 
     def call(self, method: str, message: dict[str, Any], version: int) -> object:
         self.asked.append((version, message["attempt"]))
@@ -108,6 +111,7 @@ def made(
     """A fleet with fakes around it, the lines that it prints, and the phases that it hands the memory over to."""
     monkeypatch.setattr(fleet, "collect_stats", lambda *_: STATS)
     monkeypatch.setattr(fleet, "abandon", lambda *_: None)
+    monkeypatch.setattr(fleet, "exchange_suspects", lambda *_: cluster.suspects)
     cluster.engines = engines
     bare_fleet, lines, phases = Fleet.__new__(Fleet), [], []
 
@@ -120,7 +124,7 @@ def made(
         trainers=SimpleNamespace(workers=[], processes=SimpleNamespace(loss=None)),
         _num_lost=0,
         memory=SimpleNamespace(phase="train", onload_for=onload_for), say=lines.append, _store=None, _run_id="run",
-        roles=SimpleNamespace(num_members=1, policy=policy()),
+        roles=SimpleNamespace(num_members=1, policy=policy(), engines=EngineLayout(1, 1, 1)),
         _sessions=SimpleNamespace(
             trainers={},
             engine_message=lambda index, version, attempt, first, steps: engines.firsts.append(first) or {
@@ -162,6 +166,30 @@ def test_an_engine_by_which_an_exchange_fails_twice_is_lost(
     bare_fleet, lines, _ = made(monkeypatch, Cluster(failures=3, alive=True), engines)
     bare_fleet.reshard()
     assert (engines.num_lost, len(lines)) == (2, 3)
+
+
+def test_the_engine_that_is_the_cause_is_lost_and_not_the_worker_whose_call_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines, cluster = Engines(), Cluster(failures=2, alive=True)
+    cluster.culprit = "training rank 1"
+    cluster.suspects = (0,)
+    bare_fleet, lines, _ = made(monkeypatch, cluster, engines)
+    bare_fleet.reshard()
+    assert (engines.num_lost, len(lines)) == (1, 2)
+
+
+def test_a_rank_that_is_the_cause_ends_the_reshard_for_whoever_rebuilds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines, cluster = Engines(), Cluster(failures=2, alive=True)
+    cluster.suspects = (1,)
+    bare_fleet, _, _ = made(monkeypatch, cluster, engines)
+    ranks = [SimpleNamespace(name=f"training rank {rank}") for rank in range(2)]
+    monkeypatch.setattr(bare_fleet.trainers, "workers", ranks)
+    with pytest.raises(WorkerFailed, match=r"^training rank 1: .*engine 0: broken off") as raised:
+        bare_fleet.reshard()
+    assert raised.value.worker == "training rank 1" and engines.num_lost == 0
 
 
 def test_losses_of_engines_are_counted_until_a_record_takes_them(

@@ -82,9 +82,9 @@ class Exchange:
         try:
             with batch(self._receiver) as works:
                 self._kept.append(works)
-                works.append(self._receiver.recv([into], SOURCE, 0))
+                works.append((SOURCE, self._receiver.recv([into], SOURCE, 0)))
                 if with_send:
-                    works.append(self._sender.send([out], TARGET, 0))
+                    works.append((TARGET, self._sender.send([out], TARGET, 0)))
                 raise ZeroDivisionError
         except Exception as error:
             return type(error).__name__
@@ -96,7 +96,7 @@ class Exchange:
         if DEVICE == "cuda":
             torch.cuda._sleep(STALL_CYCLES)  # the device begins the message behind this
         works = self._post([out] if ALONE else [], [into])
-        was_in_flight = not all(work.is_completed() for work in works)
+        was_in_flight = not all(work.is_completed() for _, work in works)
         started = time.perf_counter()
         close_group(self._sender)
         self._sender = None  # over gloo the peer of who waits, which ends with the last reference
@@ -111,8 +111,8 @@ class Exchange:
 
     def _post(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> list[Any]:
         with batch(self._receiver) as works:
-            works += [self._receiver.recv([piece], SOURCE, 0) for piece in into]
-            works += [self._sender.send([piece], TARGET, 0) for piece in out]
+            works += [(SOURCE, self._receiver.recv([piece], SOURCE, 0)) for piece in into]
+            works += [(TARGET, self._sender.send([piece], TARGET, 0)) for piece in out]
         return works
 
     def carry_out(self, rows: int) -> dict[str, Any]:

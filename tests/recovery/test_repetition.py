@@ -20,7 +20,7 @@ from megarl.recovery import repetition
 from megarl.recovery.rank_processes import LossKind, RankLoss
 from megarl.recovery.repetition import CannotRepeat, Repetition, SavedState
 from megarl.recovery.restarts import Restarts
-from megarl.recovery.state_copies import Generation
+from megarl.recovery.state_copies import CopiesLost, Generation
 from megarl.types.losses import Losses
 
 STEPS = 6
@@ -61,7 +61,7 @@ class World:
         self.state = START
         self.version = 0
         self.groups = [Processes("training rank 0"), Processes("reward model rank 0", trains=False)]
-        self.trained_ranks: Any = []
+        self.trained_ranks: Any = [object()]
         self.lines: list[str] = []
         self.every = every
         # of checkpoints: the complete one, the one that is being written, the one that was set aside
@@ -73,6 +73,9 @@ class World:
         self.newest: Generation | None = None
         self.copied: dict[int, int] = {}
         self.begun: Generation | None = None
+        # while ranks are started: the generation after this, and whether a part of it had been given before
+        self.loses_copies = False
+        self.gives_a_part = False
         self.rebuilt: list[bool] = []
         self.loss_log = Losses()
         limit = None if restarts is None else Restarts(restarts, 1e9)
@@ -88,6 +91,7 @@ class World:
     def rebuild_ranks(self, *, afresh: bool) -> None:
         if afresh or self.groups[0].loss:
             self.state = START if afresh else UNDEFINED
+            self.trained_ranks = [object()]
         for processes in self.groups:
             processes.loss = None
         self.rebuilt.append(afresh)
@@ -143,6 +147,10 @@ class World:
 
     def restore(self, generation: Generation, ranks: Any) -> None:
         self.check_alive()
+        if self.loses_copies:
+            self.loses_copies = False
+            self.newest = None
+            raise CopiesLost("the copies are lost", ranks_are_untouched=not self.gives_a_part)
         self.state = self.copied[generation.step]
 
     def forget(self) -> None:
@@ -236,6 +244,53 @@ def test_a_far_checkpoint_leads_nowhere() -> None:
     world.repetition.start_over("the run goes back to 0")
     assert (world.state, world.rebuilt) == (START, [True])
     assert world.lines == ["training rank 0: its process died; the run goes back to 0"]
+
+
+def with_lost_copies(*, every: int | None, gives_a_part: bool = False) -> World:
+    """After two steps, with a checkpoint of the first where `every` is 1; the copies of the second will be lost."""
+    world = World(copies=True, every=every)
+    world.repetition.begin(0)
+    for step in (1, 2):
+        world.train(step)
+        world.repetition.attempt(step, lambda step=step: world.save(step))
+        world.publish(step)
+    world.settle()
+    world.loses_copies = True
+    world.gives_a_part = gives_a_part
+    world.groups[0].lose()
+    return world
+
+
+@pytest.mark.parametrize("gives_a_part", [False, True])
+def test_ranks_are_started_once_where_copies_are_lost_meanwhile_and_given_the_next_newest_state(
+    gives_a_part: bool,
+) -> None:
+    """Twice only where a part of the copy was given. The loss is none of the rank's: it counts once."""
+    world = with_lost_copies(every=1, gives_a_part=gives_a_part)
+    world.repetition.attempt(3, lambda: None)
+    assert world.state == expected(2)
+    assert world.rebuilt == ([False, True] if gives_a_part else [False])
+    assert world.lines == [
+        "training rank 0: its process died; the ranks go on from the state after step 2",
+        "the copies are lost; the ranks go on from the state after step 1",
+    ]
+    assert world.repetition.take_metrics()["recovery/rank_deaths"] == 1.0
+
+
+def test_ranks_that_were_started_in_vain_are_those_with_which_a_run_begins_again() -> None:
+    """Where lost copies leave no state that leads here."""
+    world = with_lost_copies(every=None)
+    with pytest.raises(CannotRepeat):
+        world.repetition.attempt(3, lambda: None)
+    assert not world.repetition.go_back(2)
+    world.repetition.start_over("the run begins again")
+    assert world.rebuilt == [False]
+    world.state = START  # with which ranks begin
+    world.repetition.begin(0)
+    world.settle()
+    world.groups[0].lose()
+    world.repetition.attempt(1, lambda: None)
+    assert world.rebuilt == [False, False]
 
 
 def test_a_step_can_be_taken_back_after_its_training() -> None:

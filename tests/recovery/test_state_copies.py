@@ -20,7 +20,7 @@ from megarl.cluster.deadline import Deadline
 from megarl.cluster.ray_session import Cluster
 from megarl.recovery import state_copies
 from megarl.recovery.restarts import Restarts
-from megarl.recovery.state_copies import Generation, StateCopies
+from megarl.recovery.state_copies import CopiesLost, Generation, StateCopies
 from megarl.recovery.state_keeper import CHUNK_BYTES
 from megarl.types.losses import Losses
 
@@ -100,8 +100,34 @@ def test_nobody_is_sent_to_a_keeper_that_dies_while_new_ranks_are_started(
     session.on_loss[1](dead)
     copies.restore(chosen, ranks)
     session.on_loss[0](dead)
-    with pytest.raises(WorkerFailed, match="the copies of rank 0 after step 1 are lost"):
+    with pytest.raises(CopiesLost, match="the copies of rank 0 after step 1 are lost") as raised:
         copies.restore(chosen, ranks)
+    assert raised.value.ranks_are_untouched
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_rank_whose_keeper_dies_while_it_gives_is_given_the_second_copy(
+    monkeypatch: pytest.MonkeyPatch, second: bool
+) -> None:
+    """The other rank has its own; without a second copy what this one has got is a part of its state."""
+    monkeypatch.setattr(state_copies, "failure", lambda _: None)
+    session: Any = Session()
+    copies, ranks = on_two_nodes(session, restarts=9)
+    if second:
+        copies._settle_second()
+    generation = copies.newest
+    assert generation
+    given: list[tuple[str, str]] = []
+    for node, keeper in copies._keepers.items():
+        keeper.call = lambda _, name, rank, node=node: given.append((node, name.rank)) or object()
+    session.lost = 1
+    if second:
+        copies.restore(generation, ranks)
+        assert given == [(0, "rank 0"), (1, "rank 1"), (0, "rank 1")]
+    else:
+        with pytest.raises(CopiesLost, match="the copies of rank 1 after step 1") as raised:
+            copies.restore(generation, ranks)
+        assert not raised.value.ranks_are_untouched
 
 
 def test_the_limit_of_copies_is_learnt_from_their_time_and_is_that_of_copies_alone(

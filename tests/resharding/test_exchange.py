@@ -22,8 +22,8 @@ from megarl.model.lora_pairs import LoraSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import engine_model
-from megarl.resharding.agreement import Agreement
-from megarl.resharding.member import Member, Stats, collect_stats, conclude
+from megarl.resharding.agreement import Agreement, suspects_of
+from megarl.resharding.member import Member, Stats, collect_stats, conclude, exchange_suspects
 from megarl.resharding.memory_handles import (
     CpuStorage,
     CudaStorage,
@@ -251,6 +251,10 @@ class World:
             self.store, "test", self.attempt, self.pair.num_members, WEIGHTS
         )
 
+    def suspects(self) -> list[int]:
+        """The members by which the last exchange may have failed."""
+        return exchange_suspects(self.store, "test", self.attempt, WEIGHTS)
+
     def end(self) -> None:
         for child in [*self.trainers, *self.engines.values()]:
             child.end()
@@ -387,6 +391,7 @@ def test_a_member_that_cannot_take_part_ends_all_with_its_words(error: str) -> N
             members.reshard(1)
         with pytest.raises(RuntimeError, match=words):
             members.engines[0].answer()
+        assert members.suspects() == [0]
         assert time.perf_counter() - started < TIMEOUT_S / 4
 
 
@@ -402,6 +407,7 @@ def test_nobody_joins_a_group_before_all_are_prepared() -> None:
             members.reshard(1)
         with pytest.raises(MemoryError, match="no room for its tables"):
             members.engines[0].answer()
+        assert members.suspects() == [0]
         assert time.perf_counter() - started < TIMEOUT_S / 4
 
 
@@ -456,10 +462,14 @@ def test_members_that_were_told_different_things_do_not_begin() -> None:
 
 
 def test_a_member_that_does_not_come_is_named() -> None:
-    agreement = Agreement(host_store(TIMEOUT_S), member=1, num_members=3, timeout_s=0.2)
+    store = host_store(TIMEOUT_S)
+    agreement = Agreement(store, member=1, num_members=3, timeout_s=0.2)
     with pytest.raises(
         RuntimeError, match=r"reshard: member 0, member 2 did not arrive within 0.2 s"
     ):
+        agreement.reach("1/ready", {}, lambda votes: {})
+    assert suspects_of(store, "1/ready") == [0, 2]
+    with pytest.raises(RuntimeError, match="member 0, member 2 did not arrive"):
         agreement.reach("1/ready", {}, lambda votes: {})
 
 

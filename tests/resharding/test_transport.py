@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -19,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.device import address_of, host_store, join_store
 from megarl.resharding import transport
-from megarl.resharding.agreement import Agreement
+from megarl.resharding.agreement import Agreement, suspects_of
 
 
 class RecordingBackend:
@@ -65,8 +67,9 @@ def test_the_contract_refuses_a_device() -> None:
 
 def test_a_round_becomes_one_work(nccl: RecordingBackend) -> None:
     with transport.batch(nccl) as works:
-        works += [nccl.post(), nccl.post()]
-    assert works == [SimpleNamespace(messages=2)]
+        works += [(1, nccl.post()), (2, nccl.post())]  # type: ignore[list-item]
+    ((_, work),) = works
+    assert work == SimpleNamespace(messages=2)
 
 
 def test_a_round_without_messages_is_closed(nccl: RecordingBackend) -> None:
@@ -77,7 +80,7 @@ def test_a_round_without_messages_is_closed(nccl: RecordingBackend) -> None:
 
 def test_an_error_inside_a_round_closes_it(nccl: RecordingBackend) -> None:
     with pytest.raises(ZeroDivisionError), transport.batch(nccl) as works:
-        works.append(nccl.post())  # type: ignore[arg-type]
+        works.append((1, nccl.post()))  # type: ignore[arg-type]
         raise ZeroDivisionError
 
 
@@ -102,7 +105,33 @@ def test_the_words_of_a_failed_peer_end_a_wait(
     ours.ask("1/done")  # nobody has refused yet
     theirs.refuse("1/done", "failed in the exchange: no memory")
     with pytest.raises(RuntimeError, match="member 1 failed in the exchange: no memory"):
-        transport.wait([Stuck()], 600.0, lambda: ours.ask("1/done"))  # type: ignore[list-item]
+        transport.wait([(1, Stuck())], 600.0, lambda: ours.ask("1/done"))  # type: ignore[list-item]
+
+
+def test_a_message_over_gloo_that_fails_names_the_member_at_its_other_end() -> None:
+    """Both ends are suspected, the other one first, and neither where a member has said before what it failed of."""
+    stores = HashStore()
+    with ThreadPoolExecutor() as threads:
+        groups = [
+            *threads.map(
+                lambda m: transport.make_group(PrefixStore("a", stores), m, 3, 60.0), range(3)
+            )
+        ]
+    content = torch.zeros(1)
+    with transport.batch(groups[0]) as works:
+        works += [(peer, groups[0].recv([content], peer, 0)) for peer in (2,)]
+    transport.close_group(groups[2])
+    del groups[2]
+    with pytest.raises(transport.PeerSilent) as raised:
+        transport.wait(works, 60.0, lambda: None)
+    assert raised.value.peer == 2
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    store = HashStore()
+    agreements = [Agreement(store, member, 3, 60.0) for member in range(3)]
+    assert agreements[0].refuse("1/done", "is cut off", raised.value.peer) is None
+    assert suspects_of(store, "1/done") == [2, 0]
+    assert agreements[2].refuse("1/done", "has no memory") == "reshard: member 0 is cut off"
+    assert suspects_of(store, "1/done") == [2, 0]
 
 
 def test_a_stage_that_all_reached_is_no_failure() -> None:
