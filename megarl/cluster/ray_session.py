@@ -97,9 +97,11 @@ class Cluster(Calls):
             signal.signal(signal.SIGTERM, on_sigterm)
             socket = _raylet_socket()
             self._servers = processes.RayServers(socket, self._timeout_s)
-            note_session(socket)
+            losses = self.loss_log.file
+            note_session(socket, losses=losses)
             self._take_slots()
-            note_session(socket, next((node.name for node in self._own_nodes()), None))
+            own_node = next((node.name for node in self._own_nodes()), None)
+            note_session(socket, own_node, losses)
         except BaseException:
             self.close()
             raise

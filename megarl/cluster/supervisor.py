@@ -11,8 +11,10 @@ import math
 import os
 import select
 import signal
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -21,6 +23,7 @@ from megarl.cluster import processes
 from megarl.cluster.node_faults import report
 from megarl.cluster.session_folder import SESSION_PARENT, SESSION_PREFIX, remove_dead
 from megarl.isolation.keeper import die_with
+from megarl.types.losses import THE_RUN, Loss
 
 _LOOK_S = 30.0  # between two looks at which processes there are
 _RAYLET_ENDS_S = 5.0  # a raylet closes its object store before it ends
@@ -45,12 +48,14 @@ def in_child(run: Callable[[], int], last_word: Callable[[object], None]) -> int
     return run()
 
 
-def note_session(raylet_socket: str, node: str | None = None) -> None:
+def note_session(raylet_socket: str, node: str | None = None, losses: Path | None = None) -> None:
     """Tell the supervisor, if there is one, which servers of Ray may end this process by their own end.
 
-    raylet_socket: "" when the session ends. node: the name of this process's own node, if it can be excluded.
+    raylet_socket: "" when the session ends. node: the name of this process's own node, if it can be excluded. losses:
+    the run's file of them, which gets a line where the process cannot write it.
     """
-    _tell({"raylet_socket": raylet_socket, "node": node})
+    named = losses and str(losses.absolute())
+    _tell({"raylet_socket": raylet_socket, "node": node, "losses": named})
 
 
 def _tell(message: dict[str, object]) -> None:
@@ -114,6 +119,7 @@ class _Supervisor:
         self._code: int | None = None
         self._servers: processes.RayServers | None = None
         self._node: str | None = None
+        self._losses: Path | None = None
         # all that the command has had, whose shared memory stays if they are killed
         self._pids: set[int] = set()
 
@@ -130,6 +136,7 @@ class _Supervisor:
             cause = self._cause()
             self._clean_up()
             last_word(f"megarl: {cause}")
+            self._note_loss(cause)
             return _FAILED
 
     def _has_ended(self) -> bool:
@@ -158,6 +165,7 @@ class _Supervisor:
             with suppress(psutil.Error, ProcessLookupError):
                 self._servers = processes.RayServers(socket, math.inf)
         self._node = str(message["node"]) if message["node"] else None
+        self._losses = Path(str(message["losses"])) if message["losses"] else None
 
     def _cause(self) -> str:
         """Why the command has ended."""
@@ -173,6 +181,12 @@ class _Supervisor:
             with suppress(OSError):
                 report(self._node, "fault", f"it died ({error})")
         return error
+
+    def _note_loss(self, cause: str) -> None:
+        """Write that the run is lost, where its folder is still there."""
+        if self._losses:
+            with suppress(OSError), self._losses.open("a", encoding="utf-8") as file:
+                file.write(Loss.of(THE_RUN, cause, time.time()).line())
 
     def _clean_up(self) -> None:
         self._pids |= {process.pid for process in processes.descendants(self._older)}

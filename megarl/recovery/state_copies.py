@@ -280,8 +280,10 @@ class StateCopies:
             {call.ref: call.node for call in calls},
             self._deadline.limit_s,
         )
-        # nobody waited for it at first: it may have taken so long
-        self._deadline.observe(time.monotonic() - begun.began_s)
+        # how long one that fails takes says nothing of the others
+        if not any(failure(call.ref) for call in calls):
+            # nobody waited for it at first: it may have taken so long
+            self._deadline.observe(time.monotonic() - begun.began_s)
 
     def _await_all(
         self, calls: Mapping[Ref, str], nodes: Mapping[Ref, int], limit_s: float

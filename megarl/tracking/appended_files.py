@@ -19,6 +19,7 @@ MOST_BYTES = 2**26  # of a file's pieces that wait
 _PATIENCE_S = 10.0  # how long a step waits for the disk, the first time that it does not answer
 _LAST_S = 30.0  # the same at the end of a run
 _EARLY_LAST_S = 5.0  # and of one that is stopped or fails
+_LOSSES_S = 1.0  # the same where a process is lost, and the run has to go on
 
 
 class _Piece(NamedTuple):
@@ -145,6 +146,10 @@ class RunFiles:
     def put_losses(self, step: int, losses: str) -> None:
         """Add lines, which are written with the next ones of a step, or at the end."""
         self._losses.put(step, losses.encode("utf-8"))
+
+    def write_losses(self) -> None:
+        """Write them before that, where the disk takes them. Raises FolderGone."""
+        self._attempt(_LOSSES_S, 0.0)
 
     def write(self, step: int, records: str, samples: str) -> None:
         """Write a step's lines after those that wait. Raises FolderGone where the folder was removed or replaced."""

@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from megarl.printable import json_line, printable
+from megarl.printable import printable
 from megarl.types.losses import Loss
 
-THE_RUN = "the run"  # what is lost where its command ends before its time
 _MOST_LETTERS = 80  # of a cause
-
-
-def loss_lines(losses: Sequence[Loss]) -> str:
-    return "".join(json_line(asdict(loss)) + "\n" for loss in losses)
 
 
 def read_losses(file: Path) -> list[Loss]:

@@ -27,7 +27,7 @@ from megarl.tracking.appended_files import RunFiles
 from megarl.tracking.curve import draw_curve
 from megarl.tracking.draining import FAILED, FINISHED, LOCK, NOTHING, DrainRequests, saved
 from megarl.tracking.health import Health
-from megarl.tracking.loss_table import THE_RUN, loss_lines, loss_table, read_losses
+from megarl.tracking.loss_table import loss_table, read_losses
 from megarl.tracking.metrics import Advantages, fault_metrics, idle_metrics, pick_samples
 from megarl.tracking.patient_stream import PatientStream
 from megarl.tracking.record_lines import read_lines
@@ -38,13 +38,14 @@ from megarl.tracking.trackers.interface import State, TrackedRun, code_commit
 from megarl.types import (
     DiskFault,
     EndedEarly,
+    FolderGone,
     GroupSummary,
     Metrics,
     Silence,
     UserError,
     UserErrors,
 )
-from megarl.types.losses import Losses
+from megarl.types.losses import THE_RUN, Loss, Losses
 
 _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
 _UNLOCK_S = 5.0
@@ -145,8 +146,8 @@ class RunLog:
         if resume and step < 0:
             _set_aside(self.folder)
         self._in_force: Mapping[str, Any] | None = None
-        self.losses = Losses()
         self._loss_file = self.folder / "losses.jsonl"
+        self.losses = Losses(note=self._note_loss, file=self._loss_file)
         for loss in read_losses(self._loss_file):
             if loss.what == THE_RUN and loss.back_after_s is None:
                 self.losses.reopen(loss)
@@ -223,7 +224,7 @@ class RunLog:
     ) -> None:
         if _state(error) == "failed":
             self.losses.add(THE_RUN, error)
-        self._put_losses(also_open=True)
+        self._put_losses()
         try:
             self._close(error)
         finally:
@@ -240,8 +241,17 @@ class RunLog:
                 if not self._files.is_silent and (losses := read_losses(self._loss_file)):
                     self._console.print(loss_table(losses))
 
-    def _put_losses(self, *, also_open: bool = False) -> None:
-        self._files.put_losses(self._step, loss_lines(self.losses.take(also_open=also_open)))
+    def _note_loss(self, loss: Loss) -> None:
+        """Write a loss at once: Ray may end this process before the next record."""
+        self._files.put_losses(self._step, loss.line())
+        # the next record tells it
+        with suppress(FolderGone):
+            self._files.write_losses()
+
+    def _put_losses(self) -> None:
+        """Let those that are over be written with the next lines."""
+        lines = [loss.line() for loss in self.losses.take()]
+        self._files.put_losses(self._step, "".join(lines))
 
     def _close(self, error: BaseException | None) -> None:
         """Write what waits. Raises the disk's error; of two errors the first is the cause, and the other is said."""

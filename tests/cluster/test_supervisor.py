@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.tracking.loss_table import read_losses
 from tests.leftovers import gone
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +23,12 @@ _COMMAND = """
 import os, signal, subprocess, sys, time
 from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, is_end_wanted
 from megarl.cluster.session_folder import SESSION_PARENT, SESSION_PREFIX, SessionFolder
-from megarl.cluster.supervisor import supervised
+from pathlib import Path
+from megarl.cluster.supervisor import note_session, supervised
 
 def run():
     folder = SessionFolder(SESSION_PREFIX, SESSION_PARENT)
+    note_session("", losses=Path(sys.argv[2]))
     child = subprocess.Popen(["sleep", "603"])
     try:
         print(os.getpid(), child.pid, folder.path, flush=True)
@@ -51,12 +54,12 @@ sys.exit(supervised(run, print))
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def begin(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(how: str) -> subprocess.Popen[str]:
         command = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, how],
+            [sys.executable, "-c", _COMMAND, how, str(tmp_path / "losses.jsonl")],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             text=True,
@@ -78,6 +81,13 @@ def _told(command: subprocess.Popen[str]) -> tuple[list[int], Path]:
     return [int(pid) for pid in pids], Path(folder)
 
 
+def _last_word(command: subprocess.Popen[str]) -> str:
+    """What it says after that, once it has ended; `communicate` would not see what was read with the first line."""
+    assert command.stdout
+    command.wait(timeout=60)
+    return command.stdout.read()
+
+
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
@@ -86,11 +96,11 @@ def _told(command: subprocess.Popen[str]) -> tuple[list[int], Path]:
     ],
 )
 def test_an_end_from_outside_python_is_told_and_leaves_nothing(
-    how: str, cause: str, begin: Callable[[str], subprocess.Popen[str]]
+    how: str, cause: str, begin: Callable[[str], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     command = begin(how)
     pids, folder = _told(command)
-    last_word, _ = command.communicate(timeout=60)
+    last_word = _last_word(command)
     told = re.fullmatch(
         rf"megarl: {cause}; start the command again, a run with --resume\n", last_word
     )
@@ -98,6 +108,9 @@ def test_an_end_from_outside_python_is_told_and_leaves_nothing(
     assert command.returncode == 1
     assert gone(pids, within_s=0)
     assert not folder.exists()
+    (loss,) = read_losses(tmp_path / "losses.jsonl")
+    assert (loss.what, loss.back_after_s) == ("the run", None)
+    assert re.match(cause, loss.cause)
 
 
 def _terminate_all(pid: int) -> None:
@@ -125,7 +138,7 @@ def test_a_signal_reaches_the_command_once_and_its_exit_code_is_the_supervisors(
     command = begin("")
     pids, folder = _told(command)
     send(command.pid)
-    assert command.communicate(timeout=60)[0] == words
+    assert _last_word(command) == words
     assert command.returncode == code
     assert gone(pids) and not folder.exists()
 

@@ -255,17 +255,25 @@ def test_the_generation_before_stays_until_the_next_is_whole(world: World, tmp_p
 
 
 @pytest.mark.slow
-def test_a_keeper_that_never_ends_a_copy_is_started_anew(world: World, tmp_path: Path) -> None:
-    """As one that gets no more memory: it answers heartbeats all the same."""
-    world.copies._deadline = Deadline(2.0)
+def test_a_keeper_that_never_ends_a_copy_is_started_anew(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that gets no more memory: it answers heartbeats all the same. Nothing is learnt from the wait for it."""
+    learnt: list[float] = []
+    deadline = Deadline(2.0)
+    monkeypatch.setattr(deadline, "observe", learnt.append)
+    assert world.copies._have_keepers()
+    world.copies._deadline = deadline
     (rank, _) = world.ranks
     world.cluster.gather({rank.call("wait_for", tmp_path / "end"): rank.name})
     world.copies.begin(1, 1, world.ranks)
     assert world.copies.settle() == {}
     (tmp_path / "end").touch()
     assert any("has not ended a call for" in line for line in world.lines), world.lines
-    world.copies._deadline = Deadline(600.0)
+    assert not learnt
+    deadline.ceiling_s = 600.0
     world.copy(step=2)
+    assert learnt
 
 
 @pytest.mark.slow

@@ -27,9 +27,6 @@ def test_losses_are_taken_once_they_are_over() -> None:
     assert (loss.what, loss.cause) == ("engine 1", "engine 1: its process died")
     assert (loss.at, loss.back_after_s) == ("1970-01-01T00:01:40+00:00", 10.5)
     assert losses.take() == []
-    (still_lost,) = losses.take(also_open=True)
-    assert (still_lost.what, still_lost.back_after_s) == ("training rank 0", None)
-    assert losses.take(also_open=True) == []
 
 
 def test_one_that_is_lost_twice_before_it_is_back_is_told_twice() -> None:
@@ -58,9 +55,17 @@ def test_the_closing_table_tells_what_was_lost_also_of_the_run_before(tmp_path: 
     assert [row[2].strip() for row in rows] == ["engine 1", "training rank 0", "the run"]
     assert [row[3].strip() for row in rows[1:]] == ["training rank 0: [b]it hangs[/b]", "broke"]
     assert [bool(row[4].strip()) for row in rows] == [True, False, True]
-    # the line of the run that failed, and that of the one that went on
+    # one when it was lost, and one when it was back
     lines = [json.loads(line) for line in (log.folder / "losses.jsonl").read_text().splitlines()]
-    assert [line["what"] for line in lines] == ["engine 1", "training rank 0", "the run", "the run"]
+    names = ["engine 1", "engine 1", "training rank 0", "the run", "the run"]
+    assert [line["what"] for line in lines] == names
+
+
+def test_a_loss_is_written_before_the_process_may_end(tmp_path: Path) -> None:
+    with RunLog(recipe_in(tmp_path, UNTRACKED), quiet()) as log:
+        log.losses.add("training rank 0", "it hangs")
+        (loss,) = read_losses(log.folder / "losses.jsonl")
+        assert (loss.what, loss.back_after_s) == ("training rank 0", None)
 
 
 def test_a_run_that_is_asked_to_end_is_not_lost(tmp_path: Path) -> None:
