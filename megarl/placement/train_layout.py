@@ -22,6 +22,11 @@ def nearest(value: int, valid: list[int]) -> str:
     return " or ".join(str(v) for v in below + above) or "no value fits"
 
 
+def fewest_ranks(tokens: int, per_rank: int) -> int:
+    """The fewest ranks, a power of two, that have room for so many tokens, with room for `per_rank` each."""
+    return 1 << (max(1, -(-tokens // per_rank)) - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class RankCoords:
     """A training rank's coordinates on Megatron's two grids: (tp, cp, dp, pp) of dense layers, (etp, ep, edp, pp)."""
