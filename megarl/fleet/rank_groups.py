@@ -271,6 +271,7 @@ class RankGroup:
             align=self._layout.tokens_align,
             multiple=self._layout.batch_multiple,
             bubble_micro_batches=self._layout.bubble_micro_batches,
+            max_cp=self._layout.max_cp,
         )
 
     def _call(self, method: str, *args: object) -> None:

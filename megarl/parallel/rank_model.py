@@ -77,7 +77,6 @@ class RankModel:
         self._asynchronous = recipe.checkpoint.asynchronous
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
-        self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
         config = model.transformer_config(facts, shape, layout, self._dtype, train, self.at.pp)
         groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
         self.communicator_bytes = groups.open_communicators()
@@ -110,11 +109,19 @@ class RankModel:
             self.chunks,
             routing,
             self.finiteness,
+            self.layout.max_cp > 1,
             self.shape.vocab_size,
             train.aux_loss,
             train.z_loss,
             train.mtp_loss,
         )
+
+    def split_over(self, ranks: int) -> Split:
+        """How a row is split that so many data-parallel ranks have; 1: over the layout's context-parallel ranks."""
+        layout = self.layout
+        if ranks == 1:
+            return Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
+        return Split(layout.tp, ranks, self.at.dp % ranks, layout.tokens_align)
 
     def make_optimizer(self) -> None:
         """Make AdamW's state from this rank's weights as they are now."""

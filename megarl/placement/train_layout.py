@@ -45,7 +45,8 @@ class RankCoords:
 class TrainLayout:
     """Parallel sizes over `world_size` training ranks (Megatron's order tp-cp-ep-dp-pp).
 
-    vpp: virtual stages (model chunks) of each pipeline rank. expert_tp: ranks that split one expert; 0: see `etp`.
+    max_cp: with `train.cp: auto`, where cp is 1, the most data-parallel ranks that split one row among them, a power of
+    two; each row is split over as few as hold it. vpp: virtual stages (model chunks) of each pipeline rank. expert_tp: ranks that split one expert; 0: see `etp`.
     stage_layers: decoder layers of each of the pp x vpp virtual stages, in the order of the layers; (): all equal.
     """
 
@@ -54,6 +55,7 @@ class TrainLayout:
     pp: int
     ep: int
     cp: int = 1
+    max_cp: int = 1
     vpp: int = 1
     expert_tp: int = 0
     stage_layers: tuple[int, ...] = ()
@@ -87,7 +89,8 @@ class TrainLayout:
     @property
     def tokens_align(self) -> int:
         """Sequence lengths are padded to a multiple of this: each CP rank holds two equal chunks of a sequence."""
-        return 2 * self.cp if self.cp > 1 else 1
+        most = max(self.cp, self.max_cp)
+        return 2 * most if most > 1 else 1
 
     @property
     def batch_multiple(self) -> int:
@@ -129,6 +132,10 @@ class TrainLayout:
             product = " x ".join(f"train.{axis}" for axis in axes)
             problem = f"{self.world_size} GPUs are not a multiple of {product} = {dense}"
             errors.append(UserError("placement.gpus", problem, hint))
+        elif self.dp % self.max_cp:
+            problem = f"auto needs {self.max_cp} ranks for the longest sample, which do not divide the {self.dp} data-parallel ranks"
+            hint = "raise train.tokens_per_micro_batch, or lower train.tp or train.pp"
+            errors.append(UserError("train.cp", problem, hint))
         return errors + (
             self._expert_errors(shape) if shape.num_experts else self._no_expert_errors()
         )

@@ -164,7 +164,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
     for update in updates:
         works = np.array(
             [
-                [sum(work(ref.length) for ref in row) for row in rank]
+                [sum(work(ref.length) / ref.cp for ref in row) for row in rank]
                 for rank in update.micro_batches
             ]
         )
@@ -201,6 +201,7 @@ def _updates(
         align=layout.tokens_align,
         multiple=layout.batch_multiple,
         bubble_micro_batches=layout.bubble_micro_batches,
+        max_cp=layout.max_cp,
     )
 
 

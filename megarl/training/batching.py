@@ -257,7 +257,10 @@ class _Load:
         works = [sum(map(work, piece)) for piece in lengths]
         ranks = [fewest_ranks(num_tokens, budget) for num_tokens in tokens]
         return _Load(
-            ordered, np.array(tokens, np.int64), np.array(works, np.float64), np.array(ranks, np.int64)
+            ordered,
+            np.array(tokens, np.int64),
+            np.array(works, np.float64),
+            np.array(ranks, np.int64),
         )
 
     def sizes(self, bins: Iterable[_Bin]) -> IntArray:

@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,6 @@ class TrainingRank:
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
         )
         self._guard = UpdateGuard(self._model, self.layout, recipe.run.compare_replicas_every)
-        self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         if is_published or not size:
             hf_import.load_hf(recipe.model.path, shards, self.params())
@@ -241,8 +239,18 @@ class TrainingRank:
         grad_norm = self._model.step(lr)
         statistics: Statistics = {}
         if self._model.is_last_stage:
-            statistics = groups.reduce_stats(done.results)
+            statistics = groups.reduce_stats(done.results, self._copies(rows))
         return statistics | {GRAD_NORM: (grad_norm,)}, done.routing_sums
+
+    def _pack(self, sequences: Sequence[TrainSequence], *arrays: TokenArrays | None) -> PackedRow:
+        """A micro-batch as of `pack`, split over the ranks that have it."""
+        ranks = sequences[0].cp if sequences else 1
+        split = self._model.split_over(ranks)
+        return pack(sequences, *arrays, split=split, device=device.DEVICE)
+
+    def _copies(self, rows: Sequence[PackedRow]) -> list[int]:
+        """How many data-parallel ranks have each row."""
+        return [row.cp // self.layout.cp for row in rows]
 
     def _rows(self, micro_batches: MicroBatches, *arrays: TokenArrays | None) -> list[PackedRow]:
         """The packed rows; arrays: as of `pack`, but for the sequences of all micro-batches."""

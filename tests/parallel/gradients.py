@@ -25,6 +25,7 @@ from tests.parallel.worlds import (
     assemble,
     assign,
     numbers,
+    planned,
     ragged,
     rectangles,
     trained,
@@ -82,8 +83,15 @@ def recorded(trainer: Any) -> Iterator[Learning[list[Rectangle]]]:
 def uneven_part(trainer: Any, num_micro_batches: int = 4, **more: Any) -> Any:
     """This rank's uneven micro-batches of the same random sequences in every layout, as its part of an update."""
     sequences = ragged(14, VOCAB_SIZE, seed=3)
-    at = trainer.layout.coords(trainer.rank)
-    micro_batches = assign(sequences, at.dp, trainer.layout.dp, num_micro_batches)
+    layout = trainer.layout
+    at = layout.coords(trainer.rank)
+    if layout.max_cp > 1:
+        micro_batches = [
+            [replace(sequences[place], cp=cp) for place, cp in batch]
+            for batch in planned(sequences, layout, at.dp)
+        ]
+    else:
+        micro_batches = assign(sequences, at.dp, layout.dp, num_micro_batches)
     return world_part(micro_batches, sequences, DENOMINATOR, **more)
 
 
