@@ -204,7 +204,12 @@ class Role:
 
     def layout_errors(self, shape: ModelShape | None = None) -> list[UserError]:
         """What the layout does not divide, by this role's keys; shape: in place of that of a checkpoint not here."""
-        return [self.renamed(error) for error in self.layout.errors(shape or self.shape)]
+        errors = [self.renamed(error) for error in self.layout.errors(shape or self.shape)]
+        if self.name == "reward_model" and self.recipe.train.cp == "auto":
+            problem = "auto, but each rank of a reward model scores samples of its own"
+            hint = "set it to 1, and reward_model.ranks.tokens_per_micro_batch to the longest chat"
+            errors.append(UserError("reward_model.ranks.cp", problem, hint))
+        return errors
 
 
 @dataclass(frozen=True)

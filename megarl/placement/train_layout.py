@@ -46,8 +46,9 @@ class TrainLayout:
     """Parallel sizes over `world_size` training ranks (Megatron's order tp-cp-ep-dp-pp).
 
     max_cp: with `train.cp: auto`, where cp is 1, the most data-parallel ranks that split one row among them, a power of
-    two; each row is split over as few as hold it. vpp: virtual stages (model chunks) of each pipeline rank. expert_tp: ranks that split one expert; 0: see `etp`.
-    stage_layers: decoder layers of each of the pp x vpp virtual stages, in the order of the layers; (): all equal.
+    two; each row is split over as few as hold it. vpp: virtual stages (model chunks) of each pipeline rank. expert_tp:
+    ranks that split one expert; 0: see `etp`. stage_layers: decoder layers of each of the pp x vpp virtual stages, in
+    the order of the layers; (): all equal.
     """
 
     world_size: int
@@ -133,7 +134,8 @@ class TrainLayout:
             problem = f"{self.world_size} GPUs are not a multiple of {product} = {dense}"
             errors.append(UserError("placement.gpus", problem, hint))
         elif self.dp % self.max_cp:
-            problem = f"auto needs {self.max_cp} ranks for the longest sample, which do not divide the {self.dp} data-parallel ranks"
+            needed = f"auto splits the longest sample over {self.max_cp} ranks"
+            problem = f"{needed}, which do not divide the {self.dp} data-parallel ranks"
             hint = "raise train.tokens_per_micro_batch, or lower train.tp or train.pp"
             errors.append(UserError("train.cp", problem, hint))
         return errors + (

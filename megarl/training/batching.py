@@ -158,9 +158,10 @@ def plan_updates(
     All rows of a sample are in one update and on one rank; and in one micro-batch if the budget has room for them, as
     losses of whole samples need it (GSPO's ratio, for example).
     work: the cost of a sequence by its number of tokens, in which ranks, and the micro-batches that they run together,
-    are balanced. bubble_micro_batches, max_cp: as of TrainLayout. The plan of one update does not depend on the samples' order.
+    are balanced. bubble_micro_batches, max_cp: as of TrainLayout. The plan of one update does not depend on the
+    samples' order.
     longest_response: the divisor of the aggregation `constant`.
-    Raises ValueError when there are fewer samples than updates or a sequence is longer than the budget of max_cp ranks.
+    Raises ValueError when there are fewer samples than updates, or a sequence does not fit max_cp budgets.
     """
     whole = by_sample(samples)
     if len(whole) < updates:
@@ -234,8 +235,8 @@ def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroB
 class _Load:
     """Pieces, longest first, with the tokens [N] that each takes of a row and the work [N] that it is.
 
-    A piece is the rows of a sample that fit one micro-batch together: nearly always its only one. ranks [N]: the fewest,
-    a power of two, whose budgets together hold the piece.
+    A piece is the rows of a sample that fit one micro-batch together: nearly always its only one. ranks [N]: the
+    fewest, a power of two, whose budgets together hold the piece.
     """
 
     pieces: tuple[MicroBatch, ...]

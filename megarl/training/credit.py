@@ -223,17 +223,17 @@ def leave_one_out_process_rewards(
 def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> list[TrainSequence]:
     """The sequences with advantages (A - mean) / (std + 1e-8), over all tokens that are trained on.
 
-    All of them have advantages. Ranks that have the same sequence count it together as one. (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)
+    All of them have advantages. Ranks that have the same sequence count it together as one.
+    (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)
     """
     advantages = [
         sequence.advantage_T for sequence in sequences if sequence.advantage_T is not None
     ]
     masks = [sequence.loss_mask_T for sequence in sequences]
     learnt_T = torch.from_numpy(_on_responses(advantages, masks)).double()
-    share_T = torch.cat(
-        [torch.full((int(sequence.loss_mask_T.sum()),), 1 / sequence.cp) for sequence in sequences]
-        or [torch.zeros(0)]
-    ).double()
+    lengths = np.array([mask_T.sum() for mask_T in masks], np.int64)
+    shares = np.array([1 / sequence.cp for sequence in sequences], np.float64)
+    share_T = torch.from_numpy(np.repeat(shares, lengths))
     count, total = sum_over_all(torch.stack([share_T.sum(), (share_T * learnt_T).sum()]))
     mean = float(total / count)
     variance = float(sum_over_all((share_T * (learnt_T - mean) ** 2).sum()[None])[0] / count)

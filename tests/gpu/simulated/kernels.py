@@ -154,7 +154,10 @@ def attention(
     assert max_seqlen_q == max_seqlen_kv >= (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max().item()
     packed = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(packed)
-    packed.softmax_scale, packed.group = self.fused_attention.softmax_scale, self.cp_group or cp_group(1)
+    packed.softmax_scale, packed.group = (
+        self.fused_attention.softmax_scale,
+        self.cp_group or cp_group(1),
+    )
     row = SimpleNamespace(cu_seqlens_q=cu_seqlens_q, cp_group=None)
     return packed(query, key, value, None, packed_seq_params=row)
 
