@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.placement.train_layout import fewest_ranks
+from megarl.training.bins import Bin, Load, best_fit, fill, least_first, placed, sets
 from megarl.training.flops import MICRO_BATCH_TOKENS
-from megarl.types import Aggregation, FloatArray, IntArray, Sample, SampleGroup
+from megarl.types import Aggregation, FloatArray, Sample, SampleGroup
 from megarl.types.arrays import TokenArrays
 
 
@@ -220,7 +219,6 @@ def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
     return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
 
 
-_Bin = list[int]  # places in a _Load
 _Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
 
 
@@ -232,17 +230,10 @@ def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroB
 
 
 @dataclass(frozen=True)
-class _Load:
-    """Pieces, longest first, with the tokens [N] that each takes of a row and the work [N] that it is.
-
-    A piece is the rows of a sample that fit one micro-batch together: nearly always its only one. ranks [N]: the
-    fewest, a power of two, whose budgets together hold the piece.
-    """
+class _Load(Load):
+    """Pieces, longest first: the rows of a sample that fit one micro-batch together, nearly always its only one."""
 
     pieces: tuple[MicroBatch, ...]
-    tokens: IntArray
-    work: npt.NDArray[np.float64]
-    ranks: IntArray
 
     @staticmethod
     def of(
@@ -255,18 +246,12 @@ class _Load:
         )
         lengths = [[ref.length for ref in piece] for piece in ordered]
         tokens = [sum(_padded(length, align) for length in piece) for piece in lengths]
-        works = [sum(map(work, piece)) for piece in lengths]
-        ranks = [fewest_ranks(num_tokens, budget) for num_tokens in tokens]
         return _Load(
-            ordered,
-            np.array(tokens, np.int64),
-            np.array(works, np.float64),
-            np.array(ranks, np.int64),
+            tokens=np.array(tokens, np.int64),
+            work=np.array([sum(map(work, piece)) for piece in lengths], np.float64),
+            ranks=np.array([fewest_ranks(each, budget) for each in tokens], np.int64),
+            pieces=ordered,
         )
-
-    def sizes(self, bins: Iterable[_Bin]) -> IntArray:
-        """The ranks that split the row of each micro-batch: as many as its longest piece needs."""
-        return np.array([self.ranks[places[0]] if places else 1 for places in bins], np.int64)
 
 
 def _loads(
@@ -280,7 +265,7 @@ def _loads(
     """One load, whose pieces go to any rank; or where a sample has several pieces, a load of each rank."""
     if whole.tokens.max() <= max_cp * budget:
         return [whole]
-    assigned = _least_first(whole, whole.work, np.zeros(ranks), np.full(ranks, whole.tokens.sum()))
+    assigned = least_first(whole, whole.work, np.zeros(ranks), np.full(ranks, whole.tokens.sum()))
     assert assigned is not None, "there is room for everything"
     of_ranks = [
         [piece for place in places for piece in _pieces(whole.pieces[place], align, budget)]
@@ -316,13 +301,13 @@ def _fastest(
     loads: as of `_loads`. base: the work that a micro-batch is without any sample.
     """
     sharing = ranks // len(loads)  # ranks that a load is for
-    tight = [_best_fit(load, budget) for load in loads]
+    tight = [best_fit(load, budget) for load in loads]
     taken = [int(load.sizes(bins).sum()) for load, bins in zip(loads, tight, strict=True)]
     fewest = max(-(-size // (sharing * multiple)) * multiple for size in taken)
 
     def tried(places: int) -> tuple[float, _Hands]:
         filled = (
-            _fill(load, bins, places, sharing, budget)
+            fill(load, bins, places, sharing, budget)
             for load, bins in zip(loads, tight, strict=True)
         )
         assigned = [_assign(bins, load, sharing) for bins, load in zip(filled, loads, strict=True)]
@@ -338,88 +323,7 @@ def _fastest(
     return hands
 
 
-def _fill(load: _Load, tight: list[_Bin], places: int, ranks: int, budget: int) -> list[_Bin]:
-    """Micro-batches for so many places on each rank, alike in work if they can be. tight: as best-fit found them."""
-    count = places * ranks
-    long = load.ranks[load.ranks > 1]
-    if long.sum() <= count:
-        sizes = np.append(long, np.ones(count - long.sum(), np.int64))
-        for weights, start in (
-            (load.work, _head_start(load, sizes, ranks)),
-            (load.tokens, np.zeros(len(sizes))),
-        ):
-            bins = _least_first(load, weights, start, budget * sizes, sizes)
-            if bins is not None:
-                return bins
-    return tight + [[] for _ in range(count - load.sizes(tight).sum())]
-
-
-def _best_fit(load: _Load, budget: int) -> list[_Bin]:
-    """Each, longest first, where it leaves the least room, or into a new one (Johnson, 1973: up to 11/9 of fewest)."""
-    bins: list[_Bin] = []
-    room: list[tuple[int, int]] = []  # (tokens left, place in bins), ascending
-    for place, need in enumerate(load.tokens.tolist()):
-        at = bisect.bisect_left(room, (need, -1))
-        if at < len(room):
-            left, index = room.pop(at)
-        else:
-            left, index = budget * int(load.ranks[place]), len(bins)
-            bins.append([])
-        bins[index].append(place)
-        bisect.insort(room, (left - need, index))
-    return bins
-
-
-def _head_start(load: _Load, sizes: IntArray, ranks: int) -> npt.NDArray[np.float64]:
-    """Work [micro-batches] that each of their ranks is taken to have, so that they come out alike at each place.
-
-    A sample that is more work than the mean of micro-batches is waited for by the other ranks: theirs at its place may
-    be as heavy, and all others then lighter. sizes: the ranks that split each micro-batch.
-    """
-    heaviest_first = -np.sort(-np.repeat(load.work / load.ranks, load.ranks))
-    targets = []
-    left = load.work.sum() / ranks
-    places = int(sizes.sum()) // ranks
-    for place in range(places):
-        if place * ranks < len(heaviest_first):
-            heaviest = heaviest_first[place * ranks]
-        else:
-            heaviest = 0.0
-        targets.append(max(heaviest, left / (places - place)))
-        left = max(0.0, left - targets[-1])
-    return (max(targets) - np.array(targets))[(np.cumsum(sizes) - sizes) // ranks]
-
-
-def _least_first(
-    load: _Load,
-    weights: npt.NDArray[Any],
-    start: npt.NDArray[np.float64],
-    room: IntArray,
-    sizes: IntArray | int = 1,
-) -> list[_Bin] | None:
-    """Each, longest first, into the lightest that has room (Graham, 1969), or None. start: what they weigh empty.
-
-    room: tokens [bins]. sizes: the ranks that split each; the first ones are for the pieces that one cannot hold.
-    """
-    bins: list[_Bin] = [[] for _ in start]
-    sizes = np.broadcast_to(sizes, len(start))
-    num_long = int(np.count_nonzero(sizes > 1))
-    room = room.copy()
-    weight = start.copy()
-    for place, need in enumerate(load.tokens):
-        if place < num_long:
-            index = place
-        else:
-            index = int(np.where(room >= need, weight, np.inf).argmin())
-        if room[index] < need:
-            return None
-        bins[index].append(place)
-        room[index] -= need
-        weight[index] += weights[place] / sizes[index]
-    return bins
-
-
-def _assign(bins: list[_Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[np.float64]]:
+def _assign(bins: list[Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[np.float64]]:
     """Micro-batches that are next to each other in work, heaviest first, go to the same place in the ranks' lists.
 
     So ranks that exchange tokens with each other's experts wait least. Of each such set the heaviest goes to the rank
@@ -430,57 +334,16 @@ def _assign(bins: list[_Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray
     order = np.lexsort((np.arange(len(bins)), -weight)).tolist()
     hands: list[list[MicroBatch]] = [[] for _ in range(dp)]
     totals = np.zeros(dp)
-    sets = _sets(order, sizes, dp)
-    for chosen in sets:
-        for first, index in _places(chosen, sizes, totals):
+    chosen_sets = sets(order, sizes, dp)
+    for chosen in chosen_sets:
+        for first, index in placed(chosen, sizes, totals):
             size = int(sizes[index])
             refs = tuple(ref for place in bins[index] for ref in load.pieces[place])
             (row,) = _split_over(size, [refs])
             for rank in range(first, first + size):
                 hands[rank].append(row)
             totals[first : first + size] += weight[index]
-    return tuple(tuple(hand) for hand in hands), weight[[chosen[0] for chosen in sets]]
-
-
-def _sets(order: Sequence[int], sizes: IntArray, dp: int) -> list[list[int]]:
-    """The micro-batches of each place, which together take all ranks once, as near to the order as that can be.
-
-    Sizes are powers of two, the largest of which divides dp, and together multiples of dp: a set that lacks ranks
-    finds some micro-batch that fits, since larger ones alone could not add up.
-    """
-    sets = []
-    remaining = list(order)
-    while remaining:
-        chosen, later, room = [], [], dp
-        for number, index in enumerate(remaining):
-            if room == 0:
-                later += remaining[number:]
-                break
-            if sizes[index] <= room:
-                chosen.append(index)
-                room -= int(sizes[index])
-            else:
-                later.append(index)
-        sets.append(chosen)
-        remaining = later
-    return sets
-
-
-def _places(
-    chosen: Sequence[int], sizes: IntArray, totals: npt.NDArray[np.float64]
-) -> Iterator[tuple[int, int]]:
-    """(first rank, micro-batch) of a set: those of many ranks first, on ranks whose number their size divides.
-
-    Of equal sizes the heaviest goes to the ranks that have had the least.
-    """
-    had = totals.copy()
-    for size in sorted({int(sizes[index]) for index in chosen}, reverse=True):
-        blocks = had.reshape(-1, size).max(1)
-        least_first = np.argsort(blocks, kind="stable").tolist()
-        alike = [index for index in chosen if sizes[index] == size]
-        for block, index in zip(least_first, alike, strict=False):
-            had[block * size : (block + 1) * size] = np.inf
-            yield block * size, index
+    return tuple(tuple(hand) for hand in hands), weight[[chosen[0] for chosen in chosen_sets]]
 
 
 def own_samples(
