@@ -45,10 +45,10 @@ class RankCoords:
 class TrainLayout:
     """Parallel sizes over `world_size` training ranks (Megatron's order tp-cp-ep-dp-pp).
 
+    vpp: virtual stages (model chunks) of each pipeline rank. expert_tp: ranks that split one expert; 0: see `etp`.
+    stage_layers: decoder layers of each of the pp x vpp virtual stages, in the order of the layers; (): all equal.
     max_cp: with `train.cp: auto`, where cp is 1, the most data-parallel ranks that split one row among them, a power of
-    two; each row is split over as few as hold it. vpp: virtual stages (model chunks) of each pipeline rank. expert_tp:
-    ranks that split one expert; 0: see `etp`. stage_layers: decoder layers of each of the pp x vpp virtual stages, in
-    the order of the layers; (): all equal.
+    two; each row is split over as few as hold it.
     """
 
     world_size: int
@@ -56,10 +56,10 @@ class TrainLayout:
     pp: int
     ep: int
     cp: int = 1
-    max_cp: int = 1
     vpp: int = 1
     expert_tp: int = 0
     stage_layers: tuple[int, ...] = ()
+    max_cp: int = 1
 
     @property
     def etp(self) -> int:
@@ -92,6 +92,13 @@ class TrainLayout:
         """Sequence lengths are padded to a multiple of this: each CP rank holds two equal chunks of a sequence."""
         most = max(self.cp, self.max_cp)
         return 2 * most if most > 1 else 1
+
+    @property
+    def cp_words(self) -> str:
+        """The context-parallel ranks of a row, in words; "" where there is one."""
+        if self.max_cp > 1:
+            return f"auto, up to {self.max_cp}"
+        return str(self.cp) if self.cp > 1 else ""
 
     @property
     def batch_multiple(self) -> int:
