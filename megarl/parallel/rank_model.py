@@ -21,19 +21,21 @@ from megarl.parallel import (
     lora,
     model,
     optimizer,
+    packing,
     shared_weights,
     state_bytes,
 )
 from megarl.parallel.finiteness import Finiteness
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.options import effective_options
-from megarl.parallel.packing import Split
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.replicas import Replicated, replicated_gradients, replicated_weights
 from megarl.parallel.routing import Routing
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import Role
+from megarl.types import TrainSequence
+from megarl.types.arrays import TokenArrays
 from megarl.types.tensors import ModelChunks, NamedTensors
 
 
@@ -116,12 +118,17 @@ class RankModel:
             train.mtp_loss,
         )
 
-    def split_over(self, ranks: int) -> Split:
-        """How a row is split that so many data-parallel ranks have; 1: over the layout's context-parallel ranks."""
+    def pack(
+        self, sequences: Sequence[TrainSequence], *arrays: TokenArrays | None
+    ) -> packing.PackedRow:
+        """A micro-batch as of `packing.pack`, split over the data-parallel ranks that have it or as the layout says."""
         layout = self.layout
-        if ranks == 1:
-            return Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
-        return Split(layout.tp, ranks, self.at.dp % ranks, layout.tokens_align)
+        ranks = sequences[0].cp if sequences else 1
+        if ranks > 1:
+            split = packing.Split(layout.tp, ranks, self.at.dp % ranks, layout.tokens_align)
+        else:
+            split = packing.Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
+        return packing.pack(sequences, *arrays, split=split, device=device.DEVICE)
 
     def make_optimizer(self) -> None:
         """Make AdamW's state from this rank's weights as they are now."""

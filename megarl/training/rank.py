@@ -19,7 +19,7 @@ from megarl.checkpoints import hf_import, peft
 from megarl.checkpoints.snapshots import Digest, digests
 from megarl.disk import DiskPulse, visible_folder, writing
 from megarl.parallel import groups, host_offload, model, state_bytes
-from megarl.parallel.packing import PackedRow, pack, unpack
+from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
@@ -76,6 +76,7 @@ class TrainingRank:
             is_published=is_published,
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
         )
+        self._pack = self._model.pack
         self._guard = UpdateGuard(self._model, self.layout, recipe.run.compare_replicas_every)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         if is_published or not size:
@@ -241,12 +242,6 @@ class TrainingRank:
         if self._model.is_last_stage:
             statistics = groups.reduce_stats(done.results, self._copies(rows))
         return statistics | {GRAD_NORM: (grad_norm,)}, done.routing_sums
-
-    def _pack(self, sequences: Sequence[TrainSequence], *arrays: TokenArrays | None) -> PackedRow:
-        """A micro-batch as of `pack`, split over the ranks that have it."""
-        ranks = sequences[0].cp if sequences else 1
-        split = self._model.split_over(ranks)
-        return pack(sequences, *arrays, split=split, device=device.DEVICE)
 
     def _copies(self, rows: Sequence[PackedRow]) -> list[int]:
         """How many data-parallel ranks have each row."""

@@ -23,9 +23,8 @@ from tests.parallel.precision import ROUNDING_OF_BFLOAT16, within
 from tests.parallel.worlds import (
     Rectangle,
     assemble,
-    assign,
+    assigned,
     numbers,
-    planned,
     ragged,
     rectangles,
     trained,
@@ -83,15 +82,8 @@ def recorded(trainer: Any) -> Iterator[Learning[list[Rectangle]]]:
 def uneven_part(trainer: Any, num_micro_batches: int = 4, **more: Any) -> Any:
     """This rank's uneven micro-batches of the same random sequences in every layout, as its part of an update."""
     sequences = ragged(14, VOCAB_SIZE, seed=3)
-    layout = trainer.layout
-    at = layout.coords(trainer.rank)
-    if layout.max_cp > 1:
-        micro_batches = [
-            [replace(sequences[place], cp=cp) for place, cp in batch]
-            for batch in planned(sequences, layout, at.dp)
-        ]
-    else:
-        micro_batches = assign(sequences, at.dp, layout.dp, num_micro_batches)
+    at = trainer.layout.coords(trainer.rank)
+    micro_batches = assigned(sequences, trainer.layout, at.dp, num_micro_batches)
     return world_part(micro_batches, sequences, DENOMINATOR, **more)
 
 

@@ -196,6 +196,18 @@ def planned(
     return [[(ref.sample, ref.cp) for ref in batch] for batch in batches]
 
 
+def assigned(
+    sequences: Sequence[TrainSequence], layout: TrainLayout, dp_rank: int, micro_batches: int = 4
+) -> list[list[TrainSequence]]:
+    """One data-parallel rank's micro-batches in any layout: as of `planned` with `train.cp: auto`, else of `assign`."""
+    if layout.max_cp == 1:
+        return assign(sequences, dp_rank, layout.dp, micro_batches)
+    return [
+        [replace(sequences[place], cp=cp) for place, cp in batch]
+        for batch in planned(sequences, layout, dp_rank)
+    ]
+
+
 def part(micro_batches: Sequence[Sequence[TrainSequence]], denominator: float, **more: Any) -> Any:
     """An update of these micro-batches alone: what one rank, or one of equal data-parallel ranks, is given."""
     return world_part(
