@@ -24,6 +24,7 @@ from tests.parallel.gradients import (
 from tests.parallel.precision import within
 from tests.parallel.test_parity import RECOMPUTE
 from tests.parallel.worlds import (
+    assigned,
     numbers,
     ragged,
     recipe,
