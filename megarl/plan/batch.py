@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist
 
@@ -90,7 +90,7 @@ class RankWork:
     micro_batches_full: float
     bubble: float
     balance: float
-    cp_shares: Mapping[int, float]
+    cp_shares: Mapping[int, float] = field(default_factory=dict)
 
 
 def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Samples:
