@@ -130,7 +130,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 # attention, which TP and CP split.
 PARTS = {"tp2", "pp2", "ep2", "cp2", "tp2 ep2", "cp2 ep2", "tp2 pp2", "cp2 pp2", "pp2 ep2"}
 PARTS |= {"vpp2", "tp4", "cp4", "tp2 cp2", "tp2 cp2 ep4", "tp2 pp2 ep2", "tp2 pp2 cp2 ep2"}
-PARTS |= {"uneven pp2", "tp2 vpp2 ep2"}
+PARTS |= {"uneven pp2", "tp2 vpp2 ep2", "cp auto"}
 QWEN_LAYOUTS = {"dp2", "tp4", "cp4", "tp2 pp2 cp2 ep2"}
 BY_DAY = {"qwen3-moe": QWEN_LAYOUTS, "deepseek-v3": LAYOUTS.keys() - PARTS}
 CASES = [
