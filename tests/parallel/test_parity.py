@@ -83,6 +83,8 @@ PARTS_AGAIN: dict[str, tuple[dict[RecomputedPart, int], str]] = {
         {"core_attn": 1, "layernorm": 1, "mla_up_proj": 1, "shared_experts": 1},
         "tp2 cp2 ep4",
     ),
+    # when other rows have been in other groups
+    "rows by length": ({"core_attn": 2, "layernorm": 2, "mla_up_proj": 2}, "cp auto vpp2 ep2"),
 }
 # the second step reads the optimizer's state
 STEPS = 2
