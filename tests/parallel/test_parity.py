@@ -160,8 +160,7 @@ def test_layout_equals_one_rank(one_rank: dict[str, Any], family: str, name: str
     replaced as a whole. To check first: the parity test's CP layouts.
 
     parallel/cp_by_length.py with train.cp auto: TransformerEngine's attention in another group of ranks in each
-    micro-batch, on one stream for all of them. Simulated: with a group of two ranks in the first row and none in the
-    others. To check first: the parity test's layouts with "cp auto".
+    micro-batch, on one stream for all of them. To check first: the parity test's layouts with "cp auto".
     """
     path, expected = one_rank[family]
     check(run(path, family, LAYOUTS[name]), LAYOUTS[name], expected)
