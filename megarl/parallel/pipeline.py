@@ -223,7 +223,7 @@ class Pipeline:
         total = labels_T.new_zeros((), dtype=torch.float32)
         for depth, hidden in enumerate(ahead, start=1):
             labels_L = labels_T.roll(-depth)[places_L]
-            # The last positions of a sequence would predict tokens of the next one, and those of the row its first ones.
+            # The last positions of a sequence would predict tokens of the next one, those of the row its first ones.
             is_target_T = mask_T.roll(-depth) & (segment_T == segment_T.roll(-depth))
             is_target_T[-depth:] = False
             logp_T, _ = self._logprobs(chunk, hidden, row, labels_L)

@@ -66,16 +66,19 @@ def values_by_reader(
     refs: Sequence[SampleRef],
     arrays: TokenArrays | None,
     readers: Sequence[frozenset[Key]],
+    dp_rank: int,
 ) -> list[TokenValues]:
     """For each reader the token values of the responses that it trains on.
 
-    arrays: one per sequence, aligned like the whole sequence; None: this rank does not report any.
+    arrays: one per sequence, aligned like the whole sequence; None: this rank does not report any. dp_rank: of this
+    rank; of those that have a sequence the first reports it.
     """
     values: TokenValues = {}
     if arrays is not None:
         values = {
             key_of(ref): one_T[-ref.response_length :]
             for ref, one_T in zip(refs, arrays, strict=True)
+            if dp_rank % ref.cp == 0
         }
     return [{key: values[key] for key in values.keys() & reader} for reader in readers]
 

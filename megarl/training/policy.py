@@ -108,7 +108,8 @@ class PolicyRank(TrainingRank):
         shares = self._shares(call.algorithm, call.updates, call.groups)
         logprobs = self._logprobs(call.algorithm, shares)
         refs = refs_of(call.updates)
-        penalties = values_by_reader(refs, logprobs.kl_penalties, call.readers)
+        dp_rank = self._model.at.dp
+        penalties = values_by_reader(refs, logprobs.kl_penalties, call.readers, dp_rank)
         return TokenValuesResult(penalties, logprobs)
 
     def train(self, call: TrainCall[Logprobs | None]) -> list[Statistics]:

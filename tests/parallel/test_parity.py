@@ -243,7 +243,7 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
         is_last = at.pp == layout.pp - 1
         check_logprobs(
             result["logprobs"],
-            own_logprobs(expected["logprobs"], layout, at.dp) if is_last else None,
+            own_arrays(expected["logprobs"], layout, at.dp) if is_last else None,
         )
         for rank_metrics, reference in zip(result["metrics"], expected["metrics"], strict=True):
             assert (rank_metrics.keys() == reference.keys()) == is_last
@@ -259,7 +259,7 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 
 
-def own_logprobs(everything: list[np.ndarray], layout: TrainLayout, dp: int) -> list[np.ndarray]:
+def own_arrays(everything: list[np.ndarray], layout: TrainLayout, dp: int) -> list[np.ndarray]:
     """Of all sequences' those that a data-parallel rank has."""
     if layout.max_cp == 1:
         return everything[dp :: layout.dp]
