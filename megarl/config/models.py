@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megarl.config.fields import (
     Branch,
+    ContextSize,
     Count,
     FilePath,
     LearningRate,
@@ -38,7 +39,7 @@ class TrainConfig(Branch):
     pp: ParallelSize = 1
     ep: ParallelSize = 1
     # ranks that share the tokens of each sequence; auto: as many as its micro-batch needs
-    cp: ParallelSize | Literal["auto"] = 1
+    cp: ContextSize = 1
     vpp: ParallelSize = 1  # virtual stages of each pipeline rank
     # ranks that split one expert; 1, or tp where ep is 1, unless it is set
     etp: ParallelSize | None = None
@@ -117,7 +118,7 @@ class RanksConfig(Branch):
     tp: ParallelSize | None = None
     pp: ParallelSize | None = None
     ep: ParallelSize | None = None
-    cp: ParallelSize | Literal["auto"] | None = None
+    cp: ContextSize | None = None
     vpp: ParallelSize | None = None
     etp: ParallelSize | None = None
     layers_per_stage: Annotated[tuple[Whole, ...] | None, Field(strict=False)] = None
