@@ -95,9 +95,10 @@ def _assumed_turns(recipe: Recipe) -> Iterator[str]:
 def _axes(layout: TrainLayout) -> str:
     """The parallel sizes that are more than 1."""
     sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")}
-    return (
-        " ".join(f"{axis.upper()}{size}" for axis, size in sizes.items() if size > 1) or "one rank"
-    )
+    words = " ".join(f"{axis.upper()}{size}" for axis, size in sizes.items() if size > 1)
+    if layout.max_cp > 1:
+        words += f" (CP {layout.cp_words})"
+    return words or "one rank"
 
 
 def _reshard(roles: Roles, device: str) -> Iterator[str]:

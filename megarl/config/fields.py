@@ -6,9 +6,17 @@ Each number has bounds, which come from float32, NumPy's seeds, file names or cl
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = 4095  # bytes: Linux's NAME_MAX and PATH_MAX
@@ -52,9 +60,17 @@ def _server(text: str) -> str:
     return text
 
 
+def _ranks_or_auto(value: object, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        raise ValueError("write auto, or a whole number from 1 to 65536") from None
+
+
 Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 ParallelSize = Annotated[int, Field(ge=1, le=65_536)]
+ContextSize = Annotated[ParallelSize | Literal["auto"], WrapValidator(_ranks_or_auto)]
 Slot = Annotated[int, Field(ge=0, le=65_536)]
 # NumPy's are below 2**32, and engines and ranks add their numbers
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]

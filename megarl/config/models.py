@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megarl.config.fields import (
     Branch,
+    ContextSize,
     Count,
     FilePath,
     LearningRate,
@@ -37,7 +38,8 @@ class TrainConfig(Branch):
     tp: ParallelSize = 1
     pp: ParallelSize = 1
     ep: ParallelSize = 1
-    cp: ParallelSize = 1  # ranks that share the tokens of each sequence
+    # ranks that share the tokens of each sequence; auto: as many as its micro-batch needs
+    cp: ContextSize = 1
     vpp: ParallelSize = 1  # virtual stages of each pipeline rank
     # ranks that split one expert; 1, or tp where ep is 1, unless it is set
     etp: ParallelSize | None = None
@@ -48,7 +50,7 @@ class TrainConfig(Branch):
     lr_end: Share = 0.0  # of lr: the schedule reaches this share after the last step
     weight_decay: NonNegative = 0.0
     grad_clip: Positive = 1.0
-    tokens_per_micro_batch: Count = 4096
+    tokens_per_micro_batch: Count = 4096  # of all ranks that share them; with cp auto of each rank
     updates_per_step: Count = 1
     aux_loss: NonNegative = 0.0
     z_loss: NonNegative = 0.0
@@ -116,7 +118,7 @@ class RanksConfig(Branch):
     tp: ParallelSize | None = None
     pp: ParallelSize | None = None
     ep: ParallelSize | None = None
-    cp: ParallelSize | None = None
+    cp: ContextSize | None = None
     vpp: ParallelSize | None = None
     etp: ParallelSize | None = None
     layers_per_stage: Annotated[tuple[Whole, ...] | None, Field(strict=False)] = None

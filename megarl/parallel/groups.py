@@ -103,6 +103,25 @@ def _initialize_groups(layout: TrainLayout, timeout_s: float) -> None:
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
+    parallel_state._HYBRID_DP_CP_GROUPS = _row_groups(layout, timeout_s)
+
+
+def _row_groups(layout: TrainLayout, timeout_s: float) -> dict[int, dist.ProcessGroup]:
+    """By their number, the data-parallel ranks with which this one may split a row: 2, 4, ... that follow each other.
+
+    Megarl makes what Megatron calls hybrid groups, because Megatron would make larger ones, too, which take memory.
+    """
+    own: dict[int, dist.ProcessGroup] = {}
+    ranks = [layout.coords(rank) for rank in range(layout.world_size)]
+    for size in (2**power for power in range(1, layout.max_cp.bit_length())):
+        members: dict[tuple[int, int, int], list[int]] = {}
+        for at in ranks:
+            members.setdefault((at.pp, at.tp, at.dp // size), []).append(at.rank)
+        for of_group in members.values():
+            group = parallel_state.create_group(of_group, timeout=timedelta(seconds=timeout_s))
+            if dist.get_rank() in of_group:
+                own[size] = group
+    return own
 
 
 def tp_group() -> dist.ProcessGroup:
@@ -119,7 +138,7 @@ def pipeline_groups() -> ProcessGroupCollection:
     """The groups that Megatron's schedules need where they are given a communicator."""
     groups: Any = ProcessGroupCollection()
     groups.tp = tp_group()
-    groups.cp = cp_group()
+    groups.cp = parallel_state.get_context_parallel_group()
     groups.pp = pp_group()
     groups.dp_cp = dp_cp_group()
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
@@ -127,9 +146,12 @@ def pipeline_groups() -> ProcessGroupCollection:
     return groups
 
 
-def cp_group() -> dist.ProcessGroup:
-    """The context-parallel ranks, which share the tokens of this rank's sequences."""
-    return parallel_state.get_context_parallel_group()  # type: ignore[return-value]
+def cp_group(size: int) -> dist.ProcessGroup:
+    """The ranks that share the tokens of a row with this one, of which there are so many (PackedRow.cp)."""
+    group: Any = parallel_state.get_context_parallel_group()
+    if group.size() == size:
+        return group
+    return parallel_state._HYBRID_DP_CP_GROUPS[size]
 
 
 def dp_cp_group() -> dist.ProcessGroup:
@@ -152,8 +174,11 @@ def edp_group() -> dist.ProcessGroup:
     return parallel_state.get_expert_data_parallel_group()  # type: ignore[return-value]
 
 
-def reduce_stats(stats: Sequence[Mapping[Statistic, Tensor]]) -> Statistics:
-    """Statistics of micro-batches over this rank and its data-parallel peers, each by its own reduction."""
+def reduce_stats(stats: Sequence[Mapping[Statistic, Tensor]], copies: Sequence[int]) -> Statistics:
+    """Statistics of micro-batches over this rank and its data-parallel peers, each by its own reduction.
+
+    copies: the data-parallel ranks that have each micro-batch and count it together as one.
+    """
     reduced: Statistics = {}
     for op, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
         statistics = [statistic for statistic in stats[0] if statistic.reduction.is_max == is_max]
@@ -164,7 +189,8 @@ def reduce_stats(stats: Sequence[Mapping[Statistic, Tensor]]) -> Statistics:
             for batch in stats
         ]
         table = torch.stack([torch.cat(row) for row in rows])
-        totals = table.amax(0) if is_max else table.sum(0)
+        counted = table / torch.tensor(copies, dtype=table.dtype, device=table.device)[:, None]
+        totals = table.amax(0) if is_max else counted.sum(0)
         dist.all_reduce(totals, op=op, group=dp_group())
         values = totals.split([len(value) for value in rows[0]])
         reduced |= {

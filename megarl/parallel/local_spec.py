@@ -132,9 +132,10 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
-        buckets, back, order_T = _buckets(bounds, self.group.size(), self.group.rank())
+        group = packed_seq_params.cp_group or self.group
+        buckets, back, order_T = _buckets(bounds, group.size(), group.rank())
         key, value = (
-            gather_keys(tensor, order_T.to(query.device), self.group) for tensor in (key, value)
+            gather_keys(tensor, order_T.to(query.device), group) for tensor in (key, value)
         )
         outputs = []
         for bucket in buckets:

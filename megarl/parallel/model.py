@@ -27,6 +27,7 @@ from megarl.device import DEVICE
 from megarl.model.hf_config import HfFacts
 from megarl.model.lora_pairs import is_factor
 from megarl.model.shape import MlaShape, ModelShape
+from megarl.parallel.cp_by_length import follow_rows
 from megarl.parallel.latent import has_fused_rope, latent_fields
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.optional_imports import layers_error, transformer_engine_problem
@@ -146,7 +147,8 @@ def _layout_fields(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        "context_parallel_size": layout.cp,
+        "context_parallel_size": max(layout.cp, layout.max_cp),
+        "hybrid_context_parallel": False,  # cp_by_length.py has megarl's own
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "microbatch_group_size_per_vp_stage": layout.pp,
         # batched messages of different lengths would reach the wrong buffers
@@ -291,6 +293,8 @@ def build_chunks(
             model.output_layer = Score(config)  # type: ignore[assignment]
         if model.mtp_process:
             _keep_mtp_activations(model)
+        if layout.max_cp > 1:
+            follow_rows(model)
         chunks.append(model.to(device))
     return chunks
 

@@ -36,7 +36,7 @@ class Split:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One micro-batch: T tokens, of which this context-parallel rank holds the L = T / cp at `places`.
+    """One micro-batch: T tokens, of which this rank of the `cp` that split it holds the L = T / cp at `places`.
 
     token_ids_L, labels_L: int64; sequence_L: int64, the sequence of each token, len(lengths) for padding. bounds: int32
     [segments + 1], where each segment of the row starts; starts and lengths: the sequences themselves, without padding.
@@ -46,6 +46,7 @@ class PackedRow:
     segment, padding included. Both are made with the row: reading them from the device would hold up the host.
     """
 
+    cp: int
     token_ids_L: Tensor
     labels_L: Tensor
     sequence_L: Tensor
@@ -120,6 +121,7 @@ def pack(
         old_value_T=row.floats(old_values),
     )
     return PackedRow(
+        cp=split.cp,
         token_ids_L=row.on_device(token_ids_T[places]),
         labels_L=row.field("token_ids_T", np.int64)[row.on_device(places)],
         sequence_L=row.on_device(sequence_T[places]),

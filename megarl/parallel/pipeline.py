@@ -55,13 +55,15 @@ class Pass(Generic[Result]):
 class Pipeline:
     """The model chunks of a training rank, with their routing.
 
-    finiteness: sees what the passes compute. aux_loss, z_loss and mtp_loss: weights of the auxiliary losses, each a
+    finiteness: sees what the passes compute. cp_by_length: whether rows are split over different numbers of ranks.
+    aux_loss, z_loss and mtp_loss: weights of the auxiliary losses, each a
     mean over tokens.
     """
 
     chunks: Sequence[DistributedDataParallel | Chunk]
     routing: Routing
     finiteness: Finiteness
+    cp_by_length: bool
     vocab_size: int
     aux_loss: float
     z_loss: float
@@ -143,6 +145,7 @@ class Pipeline:
             cu_seqlens_kv=row.bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            cp_group=groups.cp_group(row.cp) if self.cp_by_length else None,
         )
         tokens_1L = row.token_ids_L[None]
         with self.routing.passing(row, choices):
@@ -182,7 +185,7 @@ class Pipeline:
     def _scores(self, head: Score, hidden: Tensor, row: PackedRow) -> Tensor:
         """score_T of the whole row, on every tensor- and context-parallel rank."""
         score_L = gather_whole(head(hidden), groups.tp_group())
-        return gather_row(score_L, row.order_T, groups.cp_group())
+        return gather_row(score_L, row.order_T, groups.cp_group(row.cp))
 
     def _logprobs(
         self,
@@ -202,7 +205,7 @@ class Pipeline:
             temperature=temperature,
         )
         logp_T, entropy_T = (
-            gather_row(share_L, row.order_T, groups.cp_group()) for share_L in shares
+            gather_row(share_L, row.order_T, groups.cp_group(row.cp)) for share_L in shares
         )
         return logp_T, entropy_T
 
@@ -211,8 +214,7 @@ class Pipeline:
 
         Summed over the tokens of the loss mask, at temperature 1 (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
         """
-        cp = groups.cp_group()
-        labels_T = gather_row(row.labels_L, row.order_T, cp)
+        labels_T = gather_row(row.labels_L, row.order_T, groups.cp_group(row.cp))
         mask_T = row.targets.loss_mask_T
         segment_T = torch.bucketize(
             torch.arange(len(mask_T), device=mask_T.device), row.bounds[1:], right=True
@@ -221,12 +223,13 @@ class Pipeline:
         total = labels_T.new_zeros((), dtype=torch.float32)
         for depth, hidden in enumerate(ahead, start=1):
             labels_L = labels_T.roll(-depth)[places_L]
-            # The last positions of a sequence would predict tokens of the next sequence.
+            # The last positions of a sequence would predict tokens of the next one, those of the row its first ones.
             is_target_T = mask_T.roll(-depth) & (segment_T == segment_T.roll(-depth))
+            is_target_T[-depth:] = False
             logp_T, _ = self._logprobs(chunk, hidden, row, labels_L)
             total = total - torch.where(is_target_T, logp_T, 0.0).sum() / len(ahead)
         # every such rank has it all
-        self.routing.count("mtp_loss", total / (cp.size() * groups.tp_group().size()))
+        self.routing.count("mtp_loss", total / (row.cp * groups.tp_group().size()))
         return total * self.mtp_loss
 
 

@@ -21,19 +21,21 @@ from megarl.parallel import (
     lora,
     model,
     optimizer,
+    packing,
     shared_weights,
     state_bytes,
 )
 from megarl.parallel.finiteness import Finiteness
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.options import effective_options
-from megarl.parallel.packing import Split
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.replicas import Replicated, replicated_gradients, replicated_weights
 from megarl.parallel.routing import Routing
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import Role
+from megarl.types import TrainSequence
+from megarl.types.arrays import TokenArrays
 from megarl.types.tensors import ModelChunks, NamedTensors
 
 
@@ -77,7 +79,6 @@ class RankModel:
         self._asynchronous = recipe.checkpoint.asynchronous
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
-        self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
         config = model.transformer_config(facts, shape, layout, self._dtype, train, self.at.pp)
         groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
         self.communicator_bytes = groups.open_communicators()
@@ -110,11 +111,24 @@ class RankModel:
             self.chunks,
             routing,
             self.finiteness,
+            self.layout.max_cp > 1,
             self.shape.vocab_size,
             train.aux_loss,
             train.z_loss,
             train.mtp_loss,
         )
+
+    def pack(
+        self, sequences: Sequence[TrainSequence], *arrays: TokenArrays | None
+    ) -> packing.PackedRow:
+        """A micro-batch as of `packing.pack`, split over the data-parallel ranks that have it or as the layout says."""
+        layout = self.layout
+        ranks = sequences[0].cp if sequences else 1
+        if ranks > 1:
+            split = packing.Split(layout.tp, ranks, self.at.dp % ranks, layout.tokens_align)
+        else:
+            split = packing.Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
+        return packing.pack(sequences, *arrays, split=split, device=device.DEVICE)
 
     def make_optimizer(self) -> None:
         """Make AdamW's state from this rank's weights as they are now."""

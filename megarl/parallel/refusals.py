@@ -31,6 +31,10 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
     shape = role.model.known_shape
     layout = role.layout
     errors = [*option_errors(train, fixed_field_names), *recompute_errors(train, shape)]
+    by_length = layout.max_cp > 1 and train.megatron.get("cp_comm_type") not in (None, "p2p")
+    if by_length:
+        problem = "with train.cp: auto the groups of ranks are other ones in each micro-batch"
+        errors.append(UserError("train.megatron.cp_comm_type", problem, "remove it: p2p fits all"))
     if errors or shape is None or layout.errors(shape):
         return errors
     dtype = DTYPES[role.recipe.model.dtype]

@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.parallel import groups
 from megarl.parallel.packing import PackedRow
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
@@ -87,6 +88,7 @@ class _Tokens:
     # the number of each token's sequence; the last number is the padding's
     sequence_N: Tensor
     lengths_S: Tensor  # of every sequence, and 1 for the padding
+    cp: int  # ranks that split the row
     replayed_NK: Tensor | None  # experts to replay, -1 where they are unknown
 
     @property
@@ -172,7 +174,8 @@ class Router(TopKRouter):
             replayed = choices.experts.get(self._layer)
         else:
             replayed = None
-        tokens = _Tokens(row.sequence_L[start : start + num_tokens], row.lengths_S, replayed)
+        sequence_N = row.sequence_L[start : start + num_tokens]
+        tokens = _Tokens(sequence_N, row.lengths_S, row.cp, replayed)
         if self._shared.is_training and not torch.is_grad_enabled():
             self._to_recompute.append(tokens)
         return tokens
@@ -191,8 +194,10 @@ class Router(TopKRouter):
             len(tokens.lengths_S), logits_NE.shape[1], dtype=torch.float32
         )
         counts_SE.index_add_(0, tokens.sequence_N, chosen_NE.float())
-        if self.tp_cp_group.size() > 1:  # the ranks among which a sequence is split
-            dist.all_reduce(counts_SE, group=self.tp_cp_group)
+        # the ranks among which a sequence is split
+        for group in (groups.tp_group(), groups.cp_group(tokens.cp)):
+            if group.size() > 1:
+                dist.all_reduce(counts_SE, group=group)
         share_SE = counts_SE * (logits_NE.shape[1] / self.topk) / tokens.lengths_S[:, None]
         balance_N = (scores_NE * share_SE[tokens.sequence_N]).sum(-1)
         z_N = torch.logsumexp(logits_NE.float(), -1) ** 2

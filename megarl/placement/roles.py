@@ -13,7 +13,7 @@ from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.recomputation import without_lacking
-from megarl.placement.train_layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout, fewest_ranks
 from megarl.types import UserError
 
 Phase = Literal["rollout", "score", "critic", "train", "reshard"]
@@ -30,12 +30,20 @@ def train_layout(recipe: Recipe) -> TrainLayout:
     """The training ranks; rank r is on slot r."""
     train = recipe.train
     placement = recipe.placement
+    cp = train.cp
+    max_cp = 1
+    if cp == "auto":
+        cp = 1
+        # each rank has two chunks of the same length
+        room = max(2, train.tokens_per_micro_batch // 2 * 2)
+        max_cp = fewest_ranks(recipe.data.max_prompt_tokens + recipe.longest_sample, room)
     return TrainLayout(
         placement.train_gpus or placement.gpus,
         train.tp,
         train.pp,
         train.ep,
-        cp=train.cp,
+        cp=cp,
+        max_cp=max_cp,
         vpp=train.vpp,
         expert_tp=train.etp or 0,
         stage_layers=train.layers_per_stage,
@@ -196,7 +204,12 @@ class Role:
 
     def layout_errors(self, shape: ModelShape | None = None) -> list[UserError]:
         """What the layout does not divide, by this role's keys; shape: in place of that of a checkpoint not here."""
-        return [self.renamed(error) for error in self.layout.errors(shape or self.shape)]
+        errors = [self.renamed(error) for error in self.layout.errors(shape or self.shape)]
+        if self.name == "reward_model" and self.recipe.train.cp == "auto":
+            problem = "auto, but each rank of a reward model scores samples of its own"
+            hint = "set it to 1, and reward_model.ranks.tokens_per_micro_batch to the longest chat"
+            errors.append(UserError("reward_model.ranks.cp", problem, hint))
+        return errors
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ def nearest(value: int, valid: list[int]) -> str:
     return " or ".join(str(v) for v in below + above) or "no value fits"
 
 
+def fewest_ranks(tokens: int, per_rank: int) -> int:
+    """The fewest ranks, a power of two, that have room for so many tokens, with room for `per_rank` each."""
+    return 1 << (max(1, -(-tokens // per_rank)) - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class RankCoords:
     """A training rank's coordinates on Megatron's two grids: (tp, cp, dp, pp) of dense layers, (etp, ep, edp, pp)."""
@@ -42,6 +47,8 @@ class TrainLayout:
 
     vpp: virtual stages (model chunks) of each pipeline rank. expert_tp: ranks that split one expert; 0: see `etp`.
     stage_layers: decoder layers of each of the pp x vpp virtual stages, in the order of the layers; (): all equal.
+    max_cp: with `train.cp: auto`, where cp is 1, the most data-parallel ranks that split one row among them, a power of
+    two; each row is split over as few as hold it.
     """
 
     world_size: int
@@ -52,6 +59,7 @@ class TrainLayout:
     vpp: int = 1
     expert_tp: int = 0
     stage_layers: tuple[int, ...] = ()
+    max_cp: int = 1
 
     @property
     def etp(self) -> int:
@@ -82,7 +90,15 @@ class TrainLayout:
     @property
     def tokens_align(self) -> int:
         """Sequence lengths are padded to a multiple of this: each CP rank holds two equal chunks of a sequence."""
-        return 2 * self.cp if self.cp > 1 else 1
+        most = max(self.cp, self.max_cp)
+        return 2 * most if most > 1 else 1
+
+    @property
+    def cp_words(self) -> str:
+        """The context-parallel ranks of a row, in words; "" where there is one."""
+        if self.max_cp > 1:
+            return f"auto, up to {self.max_cp}"
+        return str(self.cp) if self.cp > 1 else ""
 
     @property
     def batch_multiple(self) -> int:
@@ -124,6 +140,11 @@ class TrainLayout:
             product = " x ".join(f"train.{axis}" for axis in axes)
             problem = f"{self.world_size} GPUs are not a multiple of {product} = {dense}"
             errors.append(UserError("placement.gpus", problem, hint))
+        elif self.dp % self.max_cp:
+            needed = f"auto splits the longest sample over {self.max_cp} ranks"
+            problem = f"{needed}, which do not divide the {self.dp} data-parallel ranks"
+            hint = "raise train.tokens_per_micro_batch, or lower train.tp or train.pp"
+            errors.append(UserError("train.cp", problem, hint))
         return errors + (
             self._expert_errors(shape) if shape.num_experts else self._no_expert_errors()
         )

@@ -6,8 +6,11 @@ stated mean. `batching.plan_updates` makes micro-batches of such samples, as in 
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist
 
@@ -74,6 +77,7 @@ class RankWork:
     micro_batches_full: if every response had the longest length. bubble: of a pipeline's time with so many
     micro-batches, over the time without, less 1: (pp - 1) / (micro-batches x vpp) (Narayanan et al. 2021, section 2.2);
     micro-batches that are empty on all ranks pass quickly, and are not counted in it.
+    cp_shares: the share of a rank's tokens that are in rows of so many context-parallel ranks.
     balance: the work of the mean rank over that of the slowest, micro-batch by micro-batch.
     """
 
@@ -86,6 +90,7 @@ class RankWork:
     micro_batches_full: float
     bubble: float
     balance: float
+    cp_shares: Mapping[int, float] = field(default_factory=dict)
 
 
 def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Samples:
@@ -164,7 +169,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
     for update in updates:
         works = np.array(
             [
-                [sum(work(ref.length) for ref in row) for row in rank]
+                [sum(work(ref.length) / ref.cp for ref in row) for row in rank]
                 for rank in update.micro_batches
             ]
         )
@@ -183,7 +188,18 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
         micro_batches_full=micro_batches_full,
         bubble=float(bubble / len(updates)),
         balance=float(total / slowest),
+        cp_shares=_cp_shares(updates, layout),
     )
+
+
+def _cp_shares(updates: Sequence[Update], layout: TrainLayout) -> dict[int, float]:
+    """The tokens in rows of so many ranks over all tokens, as each rank has its part of a row."""
+    tokens: Counter[int] = Counter()
+    for update in updates:
+        for rank in update.micro_batches:
+            for ref in itertools.chain(*rank):
+                tokens[layout.cp * ref.cp] += ref.length / ref.cp
+    return {cp: count / tokens.total() for cp, count in tokens.items()}
 
 
 def _updates(
@@ -201,6 +217,7 @@ def _updates(
         align=layout.tokens_align,
         multiple=layout.batch_multiple,
         bubble_micro_batches=layout.bubble_micro_batches,
+        max_cp=layout.max_cp,
     )
 
 

@@ -1,6 +1,7 @@
 """The layouts that a search tries: overlays of a recipe, each valid by the errors that a plan would tell. Pure.
 
-Training's `tp` stays inside a node. `cp`, for sequences that do not fit otherwise, is only lowered from the recipe's.
+Training's `tp` stays inside a node. `cp`, for sequences that do not fit otherwise, is only lowered from the recipe's,
+or `auto`, where a rank has a half or a quarter of the longest sequence.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ MOST_RANKS = 128
 MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the network
 # virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
 MOST_CHUNKS = 4
+PARTS = (2, 4)  # of the longest sequence, each on a rank of its own
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
 
 
@@ -82,9 +84,8 @@ def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     shape = resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
     for tp, cp in product(divisors(recipe.placement.gpus_per_node), divisors(recipe_layout.cp)):
-        for pp, vpp, ep in product(
-            divisors(recipe_layout.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts
-        ):
+        ranks = recipe_layout.world_size // (tp * cp)
+        for pp, vpp, ep in product(divisors(ranks), range(1, MOST_CHUNKS + 1), experts):
             if pp == 1 < vpp:
                 stages = None
             else:
@@ -108,23 +109,29 @@ def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
 def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
     """A parallel layout with each token budget, with ever more recomputation, and with AdamW's state on each side.
 
-    A budget is at least one longest sequence.
+    A budget is at least one longest sequence, or with `cp: auto` a part of it.
     """
     train = recipe.train
     sizes = overlay["train"]
     align = 2 * sizes["cp"] if sizes["cp"] > 1 else 1
     least = -(-recipe.longest_sequence // align) * align
     budgets = sorted({least, train.tokens_per_micro_batch, 2 * train.tokens_per_micro_batch})
+    rows = [(sizes["cp"], budget) for budget in budgets if budget >= least]
+    if sizes["cp"] == 1:
+        dp = train_layout(recipe).world_size // (sizes["tp"] * sizes["pp"])
+        parts = [number for number in PARTS if dp % number == 0]
+        rows += [("auto", -(-recipe.longest_sequence // (2 * number)) * 2) for number in parts]
     roles = resolve(recipe)
     # the critic's ranks read the same key
     num_stages = max(sizes["pp"], *(role.layout.pp for role in roles.models.values()))
     own = {recomputed_parts(train, stage) for stage in range(num_stages)}
     others = [parts for parts in ladder(roles.policy.shape) if own != {parts}]
     recomputes = [{}, *(recompute_keys(train, parts, num_stages) for parts in others)]
-    for budget in [budget for budget in budgets if budget >= least]:
+    for cp, budget in rows:
         for recompute in recomputes:
             for offload in (False,) if recipe.lora else (False, True):
                 values: dict[str, Any] = {
+                    "cp": cp,
                     "tokens_per_micro_batch": budget,
                     "optimizer_offload": offload,
                 }

@@ -146,6 +146,7 @@ class Estimator:
         layout = role.layout
         train = role.recipe.train
         axes = (layout.dp, layout.tokens_align, layout.batch_multiple, layout.bubble_micro_batches)
+        axes += (layout.cp, layout.max_cp)
         key = (role.name, train.tokens_per_micro_batch, *axes, whole)
         if key not in self._shares:
             recipe = role.recipe

@@ -221,9 +221,15 @@ def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
         yield from _recompute_changes(models["policy"].shape, train, num_stages)
     if phase != "score" and not train.optimizer_offload:
         yield {"train.optimizer_offload": True}
+    for parts in (2, 4):
+        budget = -(-recipe.longest_sequence // (2 * parts)) * 2
+        if phase != "score" and budget < train.tokens_per_micro_batch:
+            yield {f"{branch}.cp": "auto", f"{branch}.tokens_per_micro_batch": budget}
     for axis in ("ep", "pp", "tp", "cp"):
         for times in (2, 4):
-            yield {f"{branch}.{axis}": times * getattr(train, axis)}
+            size = getattr(train, axis)
+            if size != "auto":
+                yield {f"{branch}.{axis}": times * size}
 
 
 def _recompute_changes(shape: ModelShape, train: TrainConfig, num_stages: int) -> Iterator[_Values]:

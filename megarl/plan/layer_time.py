@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.config.hardware import Hardware
 from megarl.model.shape import ModelShape
@@ -60,13 +60,17 @@ class ExchangeTime:
 
 @dataclass(frozen=True)
 class RankLayers:
-    """The layers of one training rank. deepep: a token goes once to each rank, not once to each chosen expert."""
+    """The layers of one training rank. deepep: a token goes once to each rank, not once to each chosen expert.
+
+    cp_shares: as of RankWork; without it each row is split over layout.cp ranks.
+    """
 
     shape: ModelShape
     layout: TrainLayout
     hardware: Hardware
     gpus_per_node: int
     deepep: bool = False
+    cp_shares: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def stage_loads(self) -> list[float]:
@@ -207,8 +211,11 @@ class RankLayers:
         width = 2 * max(shape.num_kv_heads, layout.tp) * shape.head_dim
         if mla:
             width = shape.num_heads * (mla.nope_dim + mla.rope_dim + mla.v_dim)
-        message = tokens * width / layout.tp * _ACTIVATION_BYTES
-        return (layout.cp - 1) / layout.cp * message / self.link_per_s(layout.tp * layout.cp)
+        own = tokens / layout.cp * width / layout.tp * _ACTIVATION_BYTES
+        shares = self.cp_shares or {layout.cp: 1.0}
+        return sum(
+            share * (cp - 1) * own / self.link_per_s(layout.tp * cp) for cp, share in shares.items()
+        )
 
     def _pipeline_s(self, tokens: float) -> float:
         """To the next virtual stage; the messages of an interleaved pipeline are not taken to be hidden either."""

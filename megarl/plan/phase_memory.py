@@ -409,12 +409,14 @@ class _StageRank:
 
 
 def communicators(layout: TrainLayout) -> int:
-    """Megatron's communicators of more than one rank.
+    """Communicators of more than one rank.
 
-    Tensor, context, data with and without context, pipeline, expert, expert tensor, expert data; and the world.
+    Megatron's: tensor, context, data with and without context, pipeline, expert, expert tensor, expert data, and the
+    world; and those of rows that are split by their length.
     """
     groups = [layout.tp, layout.cp, layout.dp * layout.cp, layout.pp, layout.world_size]
     groups += [layout.ep, layout.etp, layout.edp]
     if layout.cp > 1:
         groups.append(layout.dp)
-    return sum(size > 1 for size in groups)
+    of_rows = layout.max_cp.bit_length() - 1  # of 2, 4, ... ranks
+    return sum(size > 1 for size in groups) + of_rows

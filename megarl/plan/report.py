@@ -52,6 +52,8 @@ def parallel_sizes(models: Iterable[str], size: ModelSize) -> str:
     """The names of models that have one layout, and its axes, in one line."""
     layout = size.layout
     words = f"{_joined(models)}: tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
+    if layout.max_cp > 1:
+        words += f", rows over up to {layout.max_cp} of dp"
     if layout.vpp > 1:
         words += f" (vpp {layout.vpp})"
     if size.shape.num_experts:

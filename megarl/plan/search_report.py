@@ -23,7 +23,7 @@ _NEEDS: Mapping[Need, str] = {
 }
 _NOT_TRIED = {
     "engine": "engines of other dense, head or sglang keys, or on other GPUs",
-    "train": "cp above the recipe's, etp, recomputation by stage, ranks of their own for a critic",
+    "train": "fixed cp above the recipe's, etp, recomputation by stage, ranks of their own for a critic",
 }
 
 
@@ -119,7 +119,7 @@ def _train_words(plan: RunPlan) -> str:
     layout = plan.sizes["policy"].layout
     train = plan.recipe.train
     virtual = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
-    context = f", cp {layout.cp}" if layout.cp > 1 else ""
+    context = f", cp {layout.cp_words}" if layout.cp_words else ""
     stages = [recomputed_parts(train, stage) for stage in range(layout.pp)]
     counts = Counter(part for parts in stages for part in parts)
     words = [

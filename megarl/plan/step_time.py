@@ -234,7 +234,8 @@ def step_times(
     models: dict[RoleName, ComputingModel] = {}
     for role, size in sizes.items():
         is_flex = size.recipe.train.megatron.get("moe_token_dispatcher_type") == "flex"
-        layers = RankLayers(size.shape, size.layout, hardware, node, deepep=is_flex)
+        shares_of_cp = shares[role].cp_shares
+        layers = RankLayers(size.shape, size.layout, hardware, node, is_flex, shares_of_cp)
         models[role] = _computing(size, layers, samples, shares[role], roles.shared_slots)
     learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"])}
     score_s = critic_s = 0.0

@@ -22,18 +22,20 @@ from megarl.types.listed import ErrorIterator, listed
 
 @listed
 def budget_errors(role: Role, longest: int, what: str) -> ErrorIterator:
-    """A micro-batch of the role's ranks with fewer tokens than the longest sequence, padded to what its ranks divide.
+    """Micro-batches of the role's ranks with fewer tokens than the longest sequence, padded to what its ranks divide.
 
     longest: tokens of that sequence. what: the sequence in words.
     """
     align = role.layout.tokens_align
     needed = -(-longest // align) * align
     budget = role.recipe.train.tokens_per_micro_batch
-    if needed > budget:
+    max_cp = role.layout.max_cp
+    if needed > max_cp * budget:
+        ranks = f" on each of {max_cp} ranks" if max_cp > 1 else ""
         yield UserError(
             f"{role.branch}.tokens_per_micro_batch",
-            f"{budget} is less than {what} ({needed} tokens)",
-            f"set it to at least {needed}",
+            f"{budget}{ranks} is less than {what} ({needed} tokens)",
+            f"set it to at least {-(-needed // (2 * max_cp)) * 2 if max_cp > 1 else needed}",
         )
 
 

@@ -69,7 +69,8 @@ class AuxiliaryRank(TrainingRank):
         values = None
         if self._model.is_last_stage:
             values = [value_T for share in shares for value_T in share.values or ()]
-        by_reader = values_by_reader(refs_of(call.updates), values, call.readers)
+        dp_rank = self._model.at.dp
+        by_reader = values_by_reader(refs_of(call.updates), values, call.readers, dp_rank)
         return TokenValuesResult(by_reader, shares)
 
     def values_of(self, micro_batches: MicroBatches) -> ShareValues:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megarl.placement.train_layout import fewest_ranks
+from megarl.training.bins import Bin, Load, best_fit, fill, least_first, placed, sets
 from megarl.training.flops import MICRO_BATCH_TOKENS
-from megarl.types import Aggregation, FloatArray, IntArray, Sample, SampleGroup
+from megarl.types import Aggregation, FloatArray, Sample, SampleGroup
 from megarl.types.arrays import TokenArrays
 
 
@@ -32,6 +32,8 @@ class SampleRef:
     is_correct: bool = False
     # the first of the trained tokens, which earlier policies than the step's sampled
     num_stale: int = 0
+    # of a planned sequence, the data-parallel ranks that have its row and split it among them
+    cp: int = 1
 
     @property
     def tokens(self) -> int:
@@ -64,16 +66,19 @@ def values_by_reader(
     refs: Sequence[SampleRef],
     arrays: TokenArrays | None,
     readers: Sequence[frozenset[Key]],
+    dp_rank: int,
 ) -> list[TokenValues]:
     """For each reader the token values of the responses that it trains on.
 
-    arrays: one per sequence, aligned like the whole sequence; None: this rank does not report any.
+    arrays: one per sequence, aligned like the whole sequence; None: this rank does not report any. dp_rank: of this
+    rank; of those that have a sequence the first reports it.
     """
     values: TokenValues = {}
     if arrays is not None:
         values = {
             key_of(ref): one_T[-ref.response_length :]
             for ref, one_T in zip(refs, arrays, strict=True)
+            if dp_rank % ref.cp == 0
         }
     return [{key: values[key] for key in values.keys() & reader} for reader in readers]
 
@@ -87,6 +92,7 @@ def spread(response_T: FloatArray, ref: SampleRef) -> FloatArray:
 class Update:
     """One optimizer update: micro_batches[dp_rank] are that rank's; the loss sum of all is divided by denominator.
 
+    Ranks that split a row among them (`SampleRef.cp`) follow each other, and each of them has it at the same place.
     tokens, loss_tokens and correct_tokens are counted over all ranks: of prompts and responses, those that are trained
     on, and of them those of correct samples. has_turns: whether a sample of any rank has several rows, or tokens that
     the model did not sample.
@@ -137,6 +143,7 @@ def plan_updates(
     align: int = 1,
     multiple: int = 1,
     bubble_micro_batches: float = 0.0,
+    max_cp: int = 1,
 ) -> list[Update]:
     """Deal samples into `updates` optimizer updates of equal numbers, and balance each over the dp ranks.
 
@@ -148,13 +155,15 @@ def plan_updates(
     Every rank gets the same number of micro-batches, a multiple of `multiple`; some may be empty. It is the fewest that
     fit, or a few more where that is faster: with room left in them they come out more alike, and they keep a pipeline
     busy, but each costs something in itself (flops.MICRO_BATCH_TOKENS). A sequence takes its length of a micro-batch's
-    token_budget, rounded up to a multiple of `align`.
+    token_budget, rounded up to a multiple of `align`. A longer one is split over 2, 4, ... up to max_cp ranks, whose
+    row has room for so many budgets, and is filled up with shorter ones.
     All rows of a sample are in one update and on one rank; and in one micro-batch if the budget has room for them, as
     losses of whole samples need it (GSPO's ratio, for example).
     work: the cost of a sequence by its number of tokens, in which ranks, and the micro-batches that they run together,
-    are balanced. bubble_micro_batches: as of TrainLayout. The plan of one update does not depend on the samples' order.
+    are balanced. bubble_micro_batches, max_cp: as of TrainLayout. The plan of one update does not depend on the
+    samples' order.
     longest_response: the divisor of the aggregation `constant`.
-    Raises ValueError when there are fewer samples than updates or a sequence is longer than the budget.
+    Raises ValueError when there are fewer samples than updates, or a sequence does not fit max_cp budgets.
     """
     whole = by_sample(samples)
     if len(whole) < updates:
@@ -166,14 +175,22 @@ def plan_updates(
         trained = sum(ref.tokens for ref in refs)
         denominator = denominator_of(aggregation, trained, len(part), longest_response)
         longest = _padded(max(ref.length for ref in refs), align)
-        if longest > token_budget:
+        if longest > max_cp * token_budget:
             raise ValueError(
-                f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}"
+                f"a sample of {longest} tokens exceeds the micro-batch budget of {max_cp * token_budget}"
             )
-        loads = _loads(part, dp, work, align, token_budget)
+        load = _Load.of(part, work, align, token_budget)
+        # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
+        width = max_cp if load.tokens.max() > max_cp * token_budget else 1
         shares = _fastest(
-            loads, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS)
+            _loads(load, dp // width, work, align, width * token_budget, max_cp // width),
+            dp // width,
+            multiple,
+            width * token_budget,
+            bubble_micro_batches,
+            width * work(MICRO_BATCH_TOKENS),
         )
+        shares = tuple(_split_over(width, hand) for hand in shares for _ in range(width))
         correct = sum(ref.tokens for ref in refs if ref.is_correct)
         has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
         plans.append(Update(shares, denominator, tokens, trained, correct, has_turns))
@@ -205,19 +222,26 @@ def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
     return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
 
 
-@dataclass(frozen=True)
-class _Load:
-    """Pieces, longest first, with the tokens [N] that each takes of a row and the work [N] that it is.
+_Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
 
-    A piece is the rows of a sample that fit one micro-batch together: nearly always its only one.
-    """
+
+def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroBatch, ...]:
+    """The micro-batches as each of so many ranks has them."""
+    if ranks == 1:
+        return tuple(micro_batches)
+    return tuple(tuple(replace(ref, cp=ranks) for ref in batch) for batch in micro_batches)
+
+
+@dataclass(frozen=True)
+class _Load(Load):
+    """Pieces, longest first: the rows of a sample that fit one micro-batch together, nearly always its only one."""
 
     pieces: tuple[MicroBatch, ...]
-    tokens: IntArray
-    work: npt.NDArray[np.float64]
 
     @staticmethod
-    def of(pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int) -> _Load:
+    def of(
+        pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int, budget: int
+    ) -> _Load:
         ordered = tuple(
             sorted(
                 pieces, key=lambda piece: (-sum([ref.length for ref in piece]), key_of(piece[0]))
@@ -225,24 +249,32 @@ class _Load:
         )
         lengths = [[ref.length for ref in piece] for piece in ordered]
         tokens = [sum(_padded(length, align) for length in piece) for piece in lengths]
-        works = [sum(map(work, piece)) for piece in lengths]
-        return _Load(ordered, np.array(tokens, np.int64), np.array(works, np.float64))
+        return _Load(
+            tokens=np.array(tokens, np.int64),
+            work=np.array([sum(map(work, piece)) for piece in lengths], np.float64),
+            ranks=np.array([fewest_ranks(each, budget) for each in tokens], np.int64),
+            pieces=ordered,
+        )
 
 
 def _loads(
-    samples: Sequence[MicroBatch], ranks: int, work: Callable[[int], float], align: int, budget: int
+    whole: _Load,
+    ranks: int,
+    work: Callable[[int], float],
+    align: int,
+    budget: int,
+    max_cp: int,
 ) -> list[_Load]:
     """One load, whose pieces go to any rank; or where a sample has several pieces, a load of each rank."""
-    whole = _Load.of(samples, work, align)
-    if whole.tokens.max() <= budget:
+    if whole.tokens.max() <= max_cp * budget:
         return [whole]
-    assigned = _least_first(whole.tokens, whole.work, np.zeros(ranks), int(whole.tokens.sum()))
+    assigned = least_first(whole, whole.work, np.zeros(ranks), np.full(ranks, whole.tokens.sum()))
     assert assigned is not None, "there is room for everything"
     of_ranks = [
         [piece for place in places for piece in _pieces(whole.pieces[place], align, budget)]
         for places in assigned
     ]
-    return [_Load.of(pieces, work, align) for pieces in of_ranks]
+    return [_Load.of(pieces, work, align, budget) for pieces in of_ranks]
 
 
 def _pieces(rows: MicroBatch, align: int, budget: int) -> list[MicroBatch]:
@@ -259,10 +291,6 @@ def _pieces(rows: MicroBatch, align: int, budget: int) -> list[MicroBatch]:
     return [tuple(piece) for piece in pieces]
 
 
-_Bin = list[int]  # places in a _Load
-_Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
-
-
 def _fastest(
     loads: Sequence[_Load],
     ranks: int,
@@ -276,12 +304,13 @@ def _fastest(
     loads: as of `_loads`. base: the work that a micro-batch is without any sample.
     """
     sharing = ranks // len(loads)  # ranks that a load is for
-    tight = [_best_fit(load.tokens, budget) for load in loads]
-    fewest = max(-(-len(bins) // (sharing * multiple)) * multiple for bins in tight)
+    tight = [best_fit(load, budget) for load in loads]
+    taken = [int(load.sizes(bins).sum()) for load, bins in zip(loads, tight, strict=True)]
+    fewest = max(-(-size // (sharing * multiple)) * multiple for size in taken)
 
     def tried(places: int) -> tuple[float, _Hands]:
         filled = (
-            _fill(load, bins, places, sharing, budget)
+            fill(load, bins, places, sharing, budget)
             for load, bins in zip(loads, tight, strict=True)
         )
         assigned = [_assign(bins, load, sharing) for bins, load in zip(filled, loads, strict=True)]
@@ -297,85 +326,27 @@ def _fastest(
     return hands
 
 
-def _fill(load: _Load, tight: list[_Bin], places: int, ranks: int, budget: int) -> list[_Bin]:
-    """So many micro-batches on each rank, alike in work if they can be. tight: as best-fit found them."""
-    count = places * ranks
-    for weights, start in (
-        (load.work, _head_start(load.work, count, ranks)),
-        (load.tokens, np.zeros(count)),
-    ):
-        bins = _least_first(load.tokens, weights, start, budget)
-        if bins is not None:
-            return bins
-    return tight + [[] for _ in range(count - len(tight))]
-
-
-def _best_fit(tokens: IntArray, budget: int) -> list[_Bin]:
-    """Each, longest first, where it leaves the least room, or into a new one (Johnson, 1973: up to 11/9 of fewest)."""
-    bins: list[_Bin] = []
-    room: list[tuple[int, int]] = []  # (tokens left, place in bins), ascending
-    for place, need in enumerate(tokens.tolist()):
-        at = bisect.bisect_left(room, (need, -1))
-        left, index = room.pop(at) if at < len(room) else (budget, len(bins))
-        if index == len(bins):
-            bins.append([])
-        bins[index].append(place)
-        bisect.insort(room, (left - need, index))
-    return bins
-
-
-def _head_start(work: npt.NDArray[np.float64], count: int, ranks: int) -> npt.NDArray[np.float64]:
-    """Work [count] that micro-batches are taken to have already, so that they come out alike at each place.
-
-    A sample that is more work than the mean of micro-batches is waited for by the other ranks: theirs at its place may
-    be as heavy, and all others then lighter.
-    """
-    targets = []
-    left = work.sum() / ranks
-    places = count // ranks
-    for place in range(places):
-        if place * ranks < len(work):
-            heaviest = work[place * ranks]
-        else:
-            heaviest = 0.0
-        targets.append(max(heaviest, left / (places - place)))
-        left = max(0.0, left - targets[-1])
-    return np.repeat(max(targets) - np.array(targets), ranks)
-
-
-def _least_first(
-    tokens: IntArray, weights: npt.NDArray[Any], start: npt.NDArray[np.float64], budget: int
-) -> list[_Bin] | None:
-    """Each, longest first, into the lightest that has room (Graham, 1969), or None. start: what they weigh empty."""
-    bins: list[_Bin] = [[] for _ in start]
-    room = np.full(len(start), budget)
-    weight = start.copy()
-    for place, need in enumerate(tokens):
-        index = int(np.where(room >= need, weight, np.inf).argmin())
-        if room[index] < need:
-            return None
-        bins[index].append(place)
-        room[index] -= need
-        weight[index] += weights[place]
-    return bins
-
-
-def _assign(bins: list[_Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[np.float64]]:
+def _assign(bins: list[Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[np.float64]]:
     """Micro-batches that are next to each other in work, heaviest first, go to the same place in the ranks' lists.
 
     So ranks that exchange tokens with each other's experts wait least. Of each such set the heaviest goes to the rank
-    that has had the least. Also the work of the heaviest of each set.
+    that has had the least. Also the work of a rank with the heaviest of each set.
     """
-    weight = np.array([load.work[places].sum() for places in bins])
-    order = np.lexsort((np.arange(len(bins)), -weight))
+    sizes = load.sizes(bins)
+    weight = np.array([load.work[places].sum() for places in bins]) / sizes
+    order = np.lexsort((np.arange(len(bins)), -weight)).tolist()
     hands: list[list[MicroBatch]] = [[] for _ in range(dp)]
     totals = np.zeros(dp)
-    sets = order.reshape(-1, dp)
-    for chosen in sets:
-        for rank, index in zip(np.argsort(totals, kind="stable"), chosen, strict=True):
-            hands[rank].append(tuple(ref for place in bins[index] for ref in load.pieces[place]))
-            totals[rank] += weight[index]
-    return tuple(tuple(hand) for hand in hands), weight[sets[:, 0]]
+    chosen_sets = sets(order, sizes, dp)
+    for chosen in chosen_sets:
+        for first, index in placed(chosen, sizes, totals):
+            size = int(sizes[index])
+            refs = tuple(ref for place in bins[index] for ref in load.pieces[place])
+            (row,) = _split_over(size, [refs])
+            for rank in range(first, first + size):
+                hands[rank].append(row)
+            totals[first : first + size] += weight[index]
+    return tuple(tuple(hand) for hand in hands), weight[[chosen[0] for chosen in chosen_sets]]
 
 
 def own_samples(

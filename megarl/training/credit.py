@@ -203,11 +203,13 @@ def leave_one_out_process_rewards(
     means = np.array(
         [np.concatenate([trained[place] for place in chain]).mean() for chain in chains]
     )
+    # ranks that have the same sequence count it together as one
+    shares = torch.tensor([1 / sequences[chain[0]].cp for chain in chains], dtype=torch.float64)
     places = torch.tensor([refs[chain[0]].group for chain in chains], dtype=torch.int64)
     last = int(max_over_all(torch.tensor(max((ref.group for ref in refs), default=0))))
     sums_N = torch.zeros(2, last + 1, dtype=torch.float64)
-    sums_N[0].index_add_(0, places, torch.from_numpy(means.astype(np.float64)))
-    sums_N[1].index_add_(0, places, torch.ones(len(chains), dtype=torch.float64))
+    sums_N[0].index_add_(0, places, torch.from_numpy(means.astype(np.float64)) * shares)
+    sums_N[1].index_add_(0, places, shares)
     totals, counts = sum_over_all(sums_N)[:, places].numpy()
     of_samples = (totals - means) / np.maximum(counts - 1, 1)
     numbers = sample_numbers(sequences)
@@ -221,16 +223,20 @@ def leave_one_out_process_rewards(
 def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> list[TrainSequence]:
     """The sequences with advantages (A - mean) / (std + 1e-8), over all tokens that are trained on.
 
-    All of them have advantages. (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)
+    All of them have advantages. Ranks that have the same sequence count it together as one.
+    (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)
     """
     advantages = [
         sequence.advantage_T for sequence in sequences if sequence.advantage_T is not None
     ]
     masks = [sequence.loss_mask_T for sequence in sequences]
     learnt_T = torch.from_numpy(_on_responses(advantages, masks)).double()
-    count, total = sum_over_all(torch.tensor([len(learnt_T), learnt_T.sum()], dtype=torch.float64))
+    lengths = np.array([mask_T.sum() for mask_T in masks], np.int64)
+    shares = np.array([1 / sequence.cp for sequence in sequences], np.float64)
+    share_T = torch.from_numpy(np.repeat(shares, lengths))
+    count, total = sum_over_all(torch.stack([share_T.sum(), (share_T * learnt_T).sum()]))
     mean = float(total / count)
-    variance = float(sum_over_all(((learnt_T - mean) ** 2).sum()[None])[0] / count)
+    variance = float(sum_over_all((share_T * (learnt_T - mean) ** 2).sum()[None])[0] / count)
     deviation = variance**0.5 + 1e-8
     whitened_arrays = [
         np.where(mask_T, (own_T.astype(np.float64) - mean) / deviation, 0.0).astype(np.float32)

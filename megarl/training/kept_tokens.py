@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megarl.algos import rollout_correction
@@ -20,7 +21,6 @@ from megarl.training.batching import Update, denominator_of
 from megarl.types import (
     BoolArray,
     Hyperparameters,
-    IntArray,
     TrainSequence,
     regrouped,
     sample_numbers,
@@ -63,13 +63,21 @@ def _kept(
     ]
 
 
-def counts_of(micro_batches: Sequence[MicroBatch]) -> IntArray:
-    """[3]: kept tokens, samples with a kept token, and kept tokens of correct samples, of this rank's share."""
+def counts_of(micro_batches: Sequence[MicroBatch]) -> npt.NDArray[np.float64]:
+    """[3]: kept tokens, samples with a kept token, and kept tokens of correct samples, of this rank's share.
+
+    Ranks that have the same sequence count it together as one.
+    """
     sequences = [sequence for batch in micro_batches for sequence in batch]
-    kept = np.array([sequence.loss_mask_T.sum() for sequence in sequences], np.int64)
+    kept = np.array(
+        [sequence.loss_mask_T.sum() / sequence.cp for sequence in sequences], np.float64
+    )
     correct = np.array([sequence.outcome > 0.5 for sequence in sequences], np.bool_)
-    of_samples = np.bincount(sample_numbers(sequences), weights=kept)
-    return np.array([kept.sum(), (of_samples > 0).sum(), kept[correct].sum()], np.int64)
+    numbers = sample_numbers(sequences)
+    _, first = np.unique(numbers, return_index=True)
+    shares = np.array([1 / sequences[place].cp for place in first], np.float64)
+    of_samples = np.bincount(numbers, weights=kept)
+    return np.array([kept.sum(), shares[of_samples > 0].sum(), kept[correct].sum()])
 
 
 def divided_by_kept(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +108,8 @@ class PolicyRank(TrainingRank):
         shares = self._shares(call.algorithm, call.updates, call.groups)
         logprobs = self._logprobs(call.algorithm, shares)
         refs = refs_of(call.updates)
-        penalties = values_by_reader(refs, logprobs.kl_penalties, call.readers)
+        dp_rank = self._model.at.dp
+        penalties = values_by_reader(refs, logprobs.kl_penalties, call.readers, dp_rank)
         return TokenValuesResult(penalties, logprobs)
 
     def train(self, call: TrainCall[Logprobs | None]) -> list[Statistics]:
@@ -242,7 +244,7 @@ class PolicyRank(TrainingRank):
         The last stage knows the old log-probabilities, and every stage divides its gradients. Collective.
         """
         batches_by_share = [share.micro_batches for share in shares]
-        counts_U3 = torch.zeros(len(shares), 3, dtype=torch.int64)
+        counts_U3 = torch.zeros(len(shares), 3, dtype=torch.float64)
         if self._model.is_last_stage:
             batches_by_share = [
                 kept_tokens.without_dropped(
@@ -253,7 +255,7 @@ class PolicyRank(TrainingRank):
             counts_U3 = torch.from_numpy(
                 np.stack([kept_tokens.counts_of(batches) for batches in batches_by_share])
             )
-        counts_U3 = groups.over_pp(groups.over_dp(counts_U3))
+        counts_U3 = groups.over_pp(groups.over_dp(counts_U3)).long()
         kept = []
         for update, share, micro_batches, counts in zip(
             updates, shares, batches_by_share, counts_U3.tolist(), strict=True
@@ -330,7 +332,10 @@ class PolicyRank(TrainingRank):
         if self._row_diffs is not None:
             own_logp = [logp_T for row, of_row_T in passed for logp_T in unpack(row, of_row_T)]
             sequences = [sequence for batch in share.micro_batches for sequence in batch]
-            self._row_diffs.append(row_diffs(sequences, share.old_logp or own_logp))
+            # of the ranks that have a sequence the first one reports
+            reports = [self._model.at.dp % sequence.cp == 0 for sequence in sequences]
+            reported = compress(sequences, reports), compress(share.old_logp or own_logp, reports)
+            self._row_diffs.append(row_diffs(*map(list, reported)))
         self._write_merged()
         return statistics | self._routing_stats(routing_sums, share.norms)
 
@@ -355,11 +360,13 @@ class PolicyRank(TrainingRank):
         without = run(rows, diff)
         if not self._model.is_last_stage:
             return {}
-        (replay_diff, tokens) = torch.stack(with_replay.results).sum(0)
-        (free_diff, _) = torch.stack(without.results).sum(0)
-        return groups.reduce_stats(
-            [{REPLAY_DIFF: parts(replay_diff, tokens), FREE_DIFF: parts(free_diff, tokens)}]
-        )
+        statistics = [
+            {REPLAY_DIFF: parts(replay_diff, tokens), FREE_DIFF: parts(free_diff, tokens)}
+            for (replay_diff, tokens), (free_diff, _) in zip(
+                with_replay.results, without.results, strict=True
+            )
+        ]
+        return groups.reduce_stats(statistics, self._copies(rows))
 
     def _routing_stats(self, sums: NamedTensors, norms: Norms) -> Statistics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""

@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from megarl.checkpoints import hf_import, peft
 from megarl.checkpoints.snapshots import Digest, digests
 from megarl.disk import DiskPulse, visible_folder, writing
 from megarl.parallel import groups, host_offload, model, state_bytes
-from megarl.parallel.packing import PackedRow, pack, unpack
+from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
@@ -77,8 +76,8 @@ class TrainingRank:
             is_published=is_published,
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
         )
+        self._pack = self._model.pack
         self._guard = UpdateGuard(self._model, self.layout, recipe.run.compare_replicas_every)
-        self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         if is_published or not size:
             hf_import.load_hf(recipe.model.path, shards, self.params())
@@ -241,8 +240,12 @@ class TrainingRank:
         grad_norm = self._model.step(lr)
         statistics: Statistics = {}
         if self._model.is_last_stage:
-            statistics = groups.reduce_stats(done.results)
+            statistics = groups.reduce_stats(done.results, self._copies(rows))
         return statistics | {GRAD_NORM: (grad_norm,)}, done.routing_sums
+
+    def _copies(self, rows: Sequence[PackedRow]) -> list[int]:
+        """How many data-parallel ranks have each row."""
+        return [row.cp // self.layout.cp for row in rows]
 
     def _rows(self, micro_batches: MicroBatches, *arrays: TokenArrays | None) -> list[PackedRow]:
         """The packed rows; arrays: as of `pack`, but for the sequences of all micro-batches."""

@@ -40,6 +40,7 @@ def train_sequence(
         engine_logp_T=on_response(row.engine_logp_T),
         reward=ref.reward,
         outcome=float(ref.is_correct),
+        cp=ref.cp,
         nll_weight_T=on_response(nll_weight) if nll_weight and ref.is_correct else None,
         is_stale_T=on_response(number_T < ref.num_stale, np.bool_) if ref.num_stale else None,
         experts_TMK=row.routed_experts,

@@ -128,8 +128,9 @@ class UpdateGuard:
         return _fault("not_finite", what, ranks, is_local=is_local)
 
     def _is_everywhere(self, ranks: Sequence[int]) -> bool:
-        """Whether the ranks are of all data-parallel ranks, of several."""
-        return 1 < self._layout.dp == len({self._layout.coords(rank).dp for rank in ranks})
+        """Whether the ranks are of all data-parallel ranks, of more than have one row together."""
+        layout = self._layout
+        return layout.max_cp < layout.dp == len({layout.coords(rank).dp for rank in ranks})
 
 
 def _listed(ranks: Sequence[int]) -> str:

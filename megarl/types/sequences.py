@@ -30,6 +30,8 @@ class TrainSequence:
     _: KW_ONLY
     reward: float = 0.0  # of the whole response
     outcome: float = 0.0  # 1 where the response is correct, else 0
+    # data-parallel ranks that have this sequence and split its row among them
+    cp: int = 1
     # None until megarl.training.credit has computed it; demonstrations have none
     advantage_T: FloatArray | None = None
     # weight of -log p in the loss sum, added to the policy loss; None: 0

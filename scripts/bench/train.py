@@ -4,7 +4,9 @@ The two take turns, step by step, so that other work of the machine affects both
 the ratio (median over pairs of steps), and the share of the GPUs' peak where it is known. Losses and gradient norms of
 every step must agree, or the bench fails. With --guard the other one is megarl's own step without the search for silent
 faults, which compares replicas and looks for numbers that are not finite. With --old-logprobs it is a step of --updates
-updates before which all old log-probabilities are computed, and not those alone which that setting needs.
+updates before which all old log-probabilities are computed, and not those alone which that setting needs. With
+--cp-auto rows are split by their length over up to --longest / --budget data-parallel ranks, and the other one splits
+all rows over so many, as a fixed train.cp would: both have --budget tokens on a rank.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megarl.placement.roles import resolve
+from megarl.placement.train_layout import TrainLayout
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -70,12 +73,12 @@ def write_model(folder: Path, layers: int, hidden: int, vocab_size: int) -> None
 
 
 def make_recipe(path: str, args: argparse.Namespace) -> Recipe:
-    axes = {"tp": args.tp, "pp": args.pp, "ep": args.ep}
+    axes = {"tp": args.tp, "pp": args.pp, "ep": args.ep, "cp": "auto" if args.cp_auto else 1}
     return Recipe.model_validate(
         {
             "run": {"name": "bench", "steps": 1, "timeout_s": TIMEOUT_S},
             "model": {"path": path, "dtype": args.dtype},
-            "data": {"train": "none"},
+            "data": {"train": "none", "max_prompt_tokens": args.longest - 1},
             "reward": {"function": "none"},
             "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 1},
             "train": {**axes, "lr": LR, "tokens_per_micro_batch": args.budget},
@@ -124,19 +127,46 @@ def planned(
     recipe: Recipe,
     sequences: Sequence[TrainSequence],
     updates: int,
-    dp: int,
+    layout: TrainLayout,
     work_of: Callable[[int], float],
-) -> tuple[Sequence[Update], float]:
-    """The updates of a step on these sequences, and the operations of all of them; work_of: by a sequence's length."""
+    cp: int = 1,
+) -> Sequence[Update]:
+    """The updates of a step on these sequences; work_of: the operations of one by its length.
+
+    cp: ranks that have the micro-batches of each data-parallel rank of the plan, and split all of their rows.
+    """
     refs = [
         SampleRef(index, 0, len(sequence.token_ids_T), int(sequence.loss_mask_T.sum()))
         for index, sequence in enumerate(sequences)
     ]
-    budget = recipe.train.tokens_per_micro_batch
-    plans = plan_updates(
-        refs, updates=updates, dp=dp, token_budget=budget, aggregation="token_mean", work=work_of
+    return plan_updates(
+        refs,
+        updates=updates,
+        dp=layout.dp // cp,
+        token_budget=cp * recipe.train.tokens_per_micro_batch,
+        aggregation="token_mean",
+        work=work_of,
+        align=layout.tokens_align,
+        max_cp=layout.max_cp // cp,
     )
-    return plans, sum(work_of(len(sequence.token_ids_T)) for sequence in sequences)
+
+
+def parts_of(
+    plans: Sequence[Update], sequences: Sequence[TrainSequence], dp_rank: int, cp: int = 1
+) -> list[Any]:
+    """What a data-parallel rank has of the updates; cp: as of `planned`."""
+    from megarl.parallel.pipeline import Norms
+    from megarl.training.policy import UpdateShare
+
+    parts = []
+    for update in plans:
+        batches = [
+            [replace(sequences[ref.group], cp=cp * ref.cp) for ref in batch]
+            for batch in update.micro_batches[dp_rank // cp]
+        ]
+        norms = Norms(update.denominator, update.tokens, update.loss_tokens)
+        parts.append(UpdateShare(batches, norms))
+    return parts
 
 
 def timed(
@@ -155,9 +185,9 @@ def timed(
             results_by_name[name] = contenders[name]()
             dist.barrier()
             seconds[name].append(time.perf_counter() - started)
-        if "bare" in contenders:
+        for name in {"bare", "fixed_cp"} & contenders.keys():
             np.testing.assert_allclose(
-                results_by_name["megarl"], results_by_name["bare"], rtol=TOLERANCE
+                results_by_name["megarl"], results_by_name[name], rtol=TOLERANCE
             )
     return seconds
 
@@ -173,24 +203,19 @@ def work(
     num_own: int,
 ) -> dict[str, Any]:
     """Both contenders on one rank; the seconds of their steps. num_own: updates without a pass of old logprobs."""
-    from megarl.parallel.packing import pack
-    from megarl.parallel.pipeline import Norms
-    from megarl.training.policy import PolicyRank, UpdateShare
+    from megarl.training.policy import PolicyRank
     from scripts.bench.train_bare import Bare
 
     trainer = PolicyRank(rank, resolve(recipe).policy, meet)
     layout, shape = trainer.layout, trainer.shape
-    plans, total = planned(recipe, sequences, updates, layout.dp, flops.train_work(shape))
-    parts = []
-    for update in plans:
-        rank_batches = update.micro_batches[layout.coords(rank).dp]
-        batches = [[sequences[ref.group] for ref in batch] for batch in rank_batches]
-        norms = Norms(update.denominator, update.tokens, update.loss_tokens)
-        parts.append(UpdateShare(batches, norms))
-    pack_batch = partial(pack, split=trainer._model.split, device=device.DEVICE)
-    rows = [pack_batch(batch) for part in parts for batch in part.micro_batches]
+    work_of = flops.train_work(shape)
+    plan_of = partial(planned, recipe, sequences, updates, layout, work_of)
+    plans = plan_of()
+    dp_rank = layout.coords(rank).dp
+    own_parts = parts_of(plans, sequences, dp_rank)
+    rows = [trainer._pack(batch) for part in own_parts for batch in part.micro_batches]
 
-    def step_of(num_own: int) -> tuple[float, float]:
+    def step_of(num_own: int, parts: Sequence[Any] = own_parts) -> tuple[float, float]:
         passes = [trainer.token_outputs(part.micro_batches) for part in parts[num_own:]]
         for part, old_logp in zip(parts, [None] * num_own + passes, strict=True):
             metrics = trainer.train_step(replace(part, old_logp=old_logp), LR, cross_entropy)
@@ -208,11 +233,15 @@ def work(
         contenders[other] = lambda: bare.step(rows, LR)
     elif other == "whole_pass":
         contenders[other] = partial(step_of, 0)
+    elif other == "fixed_cp":
+        fixed_parts = parts_of(plan_of(layout.max_cp), sequences, dp_rank, layout.max_cp)
+        contenders[other] = partial(step_of, num_own, fixed_parts)
     else:
         contenders[other] = without_guard
     seconds = timed(contenders, steps)
     kept = {name: times[WARM_UP:] for name, times in seconds.items()}
     tokens = sum(update.tokens for update in plans)
+    total = sum(work_of(len(sequence.token_ids_T)) for sequence in sequences)
     return {"seconds": kept, "tokens": tokens, "flops": total, "micro_batches": len(rows)}
 
 
@@ -286,6 +315,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--guard", action="store_true", help="the search for silent faults alone")
     parser.add_argument("--old-logprobs", choices=["train", "engine"], help="their pass alone")
+    parser.add_argument("--cp-auto", action="store_true", help="rows split by their length")
     parser.add_argument("--updates", type=int, default=4, help="of a step with --old-logprobs")
     parser.add_argument("--json", action="store_true")
 
@@ -305,7 +335,9 @@ def main() -> None:
         sequences = make_sequences(args.samples, args.longest, args.vocab)
         other = "unguarded" if args.guard else "bare"
         updates = num_own = 1
-        if args.old_logprobs:
+        if args.cp_auto:
+            other = "fixed_cp"
+        elif args.old_logprobs:
             other = "whole_pass"
             updates = args.updates
             num_own = 1 if args.old_logprobs == "train" else updates

@@ -201,6 +201,11 @@ def test_a_key_like_no_other_lists_the_keys_there() -> None:
         ("train.tp=two", "train.tp is 'two'; write a whole number"),
         ("train.tp=2.5", "train.tp is 2.5; write a whole number"),
         ("train.tp=true", "train.tp is True; write a whole number"),
+        ("train.cp=all", "train.cp is 'all'; write auto, or a whole number from 1 to 65536"),
+        (
+            "critic.ranks.cp=0",
+            "critic.ranks.cp is 0; write auto, or a whole number from 1 to 65536",
+        ),
         ("train.tp=0", "train.tp is 0; it should be greater than or equal to 1"),
         ("train.lr=fast", "train.lr is 'fast'; write a number"),
         ("train.lr=.nan", "train.lr is nan; it should be a finite number"),

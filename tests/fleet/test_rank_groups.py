@@ -47,7 +47,9 @@ class Rank:
     def values(self, call: TokenValuesCall) -> TokenValuesResult[int]:
         refs = self._checked(call.updates, call.groups)
         values = [np.full(ref.length, 10 * ref.group + ref.sample) for ref in refs]
-        return TokenValuesResult([*values_by_reader(refs, values, call.readers)], self.rank)
+        return TokenValuesResult(
+            [*values_by_reader(refs, values, call.readers, dp_rank=0)], self.rank
+        )
 
     def train(self, call: TrainCall[int | None]) -> list[dict[Any, Any]]:
         refs = self._checked(call.updates, call.groups)

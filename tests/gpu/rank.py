@@ -7,6 +7,7 @@ import random
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from megarl.model.hf_config import read_model
 from megarl.model.lora_pairs import LoraSize, weight_of
 from megarl.model.shape import ModelShape
 from megarl.parallel import model
-from megarl.parallel.packing import PackedRow, pack, unpack
+from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.placement.roles import Role, train_layout
@@ -31,6 +32,7 @@ from megarl.resharding.shards import Shard, verify_params, views
 from megarl.types import TrainSequence
 
 LR, DENOMINATOR = 1e-3, 97.0
+LONGEST = 40  # tokens of a sequence, at most
 
 
 def train_keys(**given: Any) -> dict[str, Any]:
@@ -59,6 +61,8 @@ def recipe(path: str, dtype: str, has_adapters: bool, gpus: int = 1, **train: An
         train=SimpleNamespace(**train_keys(**train)),
         placement=SimpleNamespace(gpus=gpus, train_gpus=None, gpu_of=lambda slot: slot),
         checkpoint=SimpleNamespace(asynchronous=True),
+        data=SimpleNamespace(max_prompt_tokens=0),
+        longest_sample=LONGEST,
     )
 
 
@@ -122,9 +126,11 @@ class Rank:
                 self._rank.factors(),
             )
         self._rank.make_optimizer()
-        everything = sequences(12, shape.vocab_size, 40)
+        everything = sequences(12, shape.vocab_size, LONGEST)
         batches = [everything[:3], everything[3:8], everything[8:]]
         self._batches = [batch[self._rank.at.dp :: self._rank.layout.dp] for batch in batches]
+        if role.layout.max_cp > 1:  # the first row is split over the data-parallel ranks
+            self._batches[0] = [replace(each, cp=role.layout.max_cp) for each in batches[0]]
         tokens, learnt = (sum(map(count, everything)) for count in (_num_tokens, _num_learnt))
         self._norms = Norms(DENOMINATOR, tokens, learnt)
 
@@ -156,7 +162,8 @@ class Rank:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             per_token_T = -row.targets.advantage_T * logp_T - 0.01 * entropy_T
             total = torch.where(row.targets.loss_mask_T, per_token_T, 0.0).sum()
-            return total, total.detach()
+            copies = row.cp // self._rank.layout.cp  # ranks that have it
+            return total, total.detach() / copies
 
         started = time.perf_counter()
         self._rank.zero_grad()
@@ -212,9 +219,7 @@ class Rank:
         return [random.random(), float(np.random.rand()), *map(float, drawn)]
 
     def _rows(self) -> list[PackedRow]:
-        return [
-            pack(batch, split=self._rank.split, device=device.DEVICE) for batch in self._batches
-        ]
+        return [self._rank.pack(batch) for batch in self._batches]
 
     def _moments(self) -> Iterator[torch.Tensor]:
         for chained in self._rank.optimizer.chained_optimizers:

@@ -23,7 +23,7 @@ from tests.parallel.precision import ROUNDING_OF_BFLOAT16, within
 from tests.parallel.worlds import (
     Rectangle,
     assemble,
-    assign,
+    assigned,
     numbers,
     ragged,
     rectangles,
@@ -83,7 +83,7 @@ def uneven_part(trainer: Any, num_micro_batches: int = 4, **more: Any) -> Any:
     """This rank's uneven micro-batches of the same random sequences in every layout, as its part of an update."""
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     at = trainer.layout.coords(trainer.rank)
-    micro_batches = assign(sequences, at.dp, trainer.layout.dp, num_micro_batches)
+    micro_batches = assigned(sequences, trainer.layout, at.dp, num_micro_batches)
     return world_part(micro_batches, sequences, DENOMINATOR, **more)
 
 

@@ -15,6 +15,7 @@ LAYOUTS = {
     "tp2 pp2 vpp2": TrainLayout(4, 2, 2, 1, vpp=2),
     "pp4 dp2": TrainLayout(8, 1, 4, 1),
     "cp2 ep2": TrainLayout(4, 1, 1, 2, cp=2),
+    "cp auto": TrainLayout(8, 2, 1, 1, max_cp=4),
 }
 
 

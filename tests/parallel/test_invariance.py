@@ -23,7 +23,7 @@ from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, Prompt, SampleGroup
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
-from tests.parallel.worlds import numbers, recipe, run_world
+from tests.parallel.worlds import LONGEST, numbers, recipe, run_world
 from tests.samples.responses import response, with_row
 
 pytestmark = pytest.mark.slow
@@ -32,6 +32,7 @@ VOCAB_SIZE, LR, BUDGET = 47, 1e-3, 64
 LAYOUTS = {
     "pp2": TrainLayout(2, 1, 2, 1),
     "cp2 dp2": TrainLayout(4, 1, 1, 1, cp=2),
+    "cp auto": TrainLayout(4, 1, 1, 1, max_cp=2),
 }
 WIDE = Hyperparameters(aggregation="sequence_mean", clip_low=0.2, clip_high=0.2)
 PENALISED = replace(
@@ -94,8 +95,9 @@ def update_of(
     """A step of one optimizer update, as a run plans it, after an observation of the old policy."""
     layout, rules = trainer.layout, CASES[case][0]
     (plan,) = plan_updates(
-        refs, updates=1, dp=layout.dp, token_budget=BUDGET, aggregation=rules.aggregation, work=float,
-        align=layout.tokens_align, multiple=layout.batch_multiple,
+        refs, updates=1, dp=layout.dp, token_budget=BUDGET if layout.max_cp == 1 else LONGEST // layout.max_cp,
+        aggregation=rules.aggregation, work=float, align=layout.tokens_align, multiple=layout.batch_multiple,
+        max_cp=layout.max_cp,
     )  # fmt: skip
     micro_batches: tuple[MicroBatch, ...] = plan.micro_batches[layout.coords(trainer.rank).dp]
     flat, old_logp, rank_groups = (

@@ -42,6 +42,7 @@ CASES = [  # of each family, composed of the axes that its layers meet
     ("qwen3-moe", OF_EXPERTS),
     ("deepseek-v3", LAYOUTS["tp2 ep2 etp2"]),
     ("deepseek-v3", LAYOUTS["tp2 vpp2 ep2"]),
+    ("deepseek-v3", LAYOUTS["cp auto tp2 ep4"]),
     ("deepseek-v3", TrainLayout(2, 1, 2, 1, stage_layers=(0, 4))),
 ]
 

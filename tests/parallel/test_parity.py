@@ -24,6 +24,7 @@ from tests.parallel.gradients import (
 from tests.parallel.precision import within
 from tests.parallel.worlds import (
     assign,
+    planned,
     ragged,
     recipe,
     run_world,
@@ -58,6 +59,9 @@ LAYOUTS = {
     "tp2 uneven vpp2": TrainLayout(4, 2, 2, 1, vpp=2, stage_layers=(1, 1, 2, 0)),
     "tp2 pp2 cp2 ep2": TrainLayout(8, 2, 2, 2, cp=2),
     "tp2 vpp2 cp2 ep2": TrainLayout(8, 2, 2, 2, cp=2, vpp=2),
+    "cp auto": TrainLayout(4, 1, 1, 1, max_cp=4),
+    "cp auto vpp2 ep2": TrainLayout(4, 1, 2, 2, vpp=2, max_cp=2),
+    "cp auto tp2 ep4": TrainLayout(8, 2, 1, 4, max_cp=4),
 }
 TP2_PP2, CP2_VPP2 = TrainLayout(4, 2, 2, 1), TrainLayout(4, 1, 2, 1, cp=2, vpp=2)
 DENSE = {"qwen3": (TP2_PP2, CP2_VPP2), "qwen2": (TP2_PP2,), "llama": (CP2_VPP2,)}
@@ -79,6 +83,8 @@ PARTS_AGAIN: dict[str, tuple[dict[RecomputedPart, int], str]] = {
         {"core_attn": 1, "layernorm": 1, "mla_up_proj": 1, "shared_experts": 1},
         "tp2 cp2 ep4",
     ),
+    # when other rows have been in other groups
+    "rows by length": ({"core_attn": 2, "layernorm": 2, "mla_up_proj": 2}, "cp auto vpp2 ep2"),
 }
 # the second step reads the optimizer's state
 STEPS = 2
@@ -126,7 +132,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 # attention, which TP and CP split.
 PARTS = {"tp2", "pp2", "ep2", "cp2", "tp2 ep2", "cp2 ep2", "tp2 pp2", "cp2 pp2", "pp2 ep2"}
 PARTS |= {"vpp2", "tp4", "cp4", "tp2 cp2", "tp2 cp2 ep4", "tp2 pp2 ep2", "tp2 pp2 cp2 ep2"}
-PARTS |= {"uneven pp2", "tp2 vpp2 ep2"}
+PARTS |= {"uneven pp2", "tp2 vpp2 ep2", "cp auto"}
 QWEN_LAYOUTS = {"dp2", "tp4", "cp4", "tp2 pp2 cp2 ep2"}
 BY_DAY = {"qwen3-moe": QWEN_LAYOUTS, "deepseek-v3": LAYOUTS.keys() - PARTS}
 CASES = [
@@ -152,6 +158,9 @@ def test_layout_equals_one_rank(one_rank: dict[str, Any], family: str, name: str
     parallel/cp_gather.py, parallel/model.py with train.cp: TransformerEngine's attention on packed rows under
     context parallelism, which takes the same zigzag split. Simulated: DeepSeek-V3 with CP2, the attention's ring
     replaced as a whole. To check first: the parity test's CP layouts.
+
+    parallel/cp_by_length.py with train.cp auto: TransformerEngine's attention in another group of ranks in each
+    micro-batch, on one stream for all of them. To check first: the parity test's layouts with "cp auto".
     """
     path, expected = one_rank[family]
     check(run(path, family, LAYOUTS[name]), LAYOUTS[name], expected)
@@ -233,7 +242,8 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
         at = layout.coords(rank)
         is_last = at.pp == layout.pp - 1
         check_logprobs(
-            result["logprobs"], expected["logprobs"][at.dp :: layout.dp] if is_last else None
+            result["logprobs"],
+            own_arrays(expected["logprobs"], layout, at.dp) if is_last else None,
         )
         for rank_metrics, reference in zip(result["metrics"], expected["metrics"], strict=True):
             assert (rank_metrics.keys() == reference.keys()) == is_last
@@ -247,6 +257,14 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
     ]
     assert all(metrics == last[0] for metrics in last)
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
+
+
+def own_arrays(everything: list[np.ndarray], layout: TrainLayout, dp: int) -> list[np.ndarray]:
+    """Of all sequences' those that a data-parallel rank has."""
+    if layout.max_cp == 1:
+        return everything[dp :: layout.dp]
+    batches = planned(ragged(14, VOCAB_SIZE, seed=3), layout, dp)
+    return [everything[place] for batch in batches for place, _ in batch]
 
 
 def check_logprobs(mine: list[np.ndarray] | None, expected: list[np.ndarray] | None) -> None:

@@ -24,7 +24,7 @@ from tests.parallel.gradients import (
 from tests.parallel.precision import within
 from tests.parallel.test_parity import RECOMPUTE
 from tests.parallel.worlds import (
-    assign,
+    assigned,
     numbers,
     ragged,
     recipe,
@@ -43,6 +43,10 @@ LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
     "tp2 vpp2 ep2, full recompute": (TrainLayout(4, 2, 2, 2, vpp=2), RECOMPUTE["full"]),
     "tp2 cp2 ep4, selective recompute": (TrainLayout(4, 2, 1, 4, cp=2), RECOMPUTE["selective"]),
     "tp2 vpp2 cp2 ep2": (TrainLayout(8, 2, 2, 2, cp=2, vpp=2), {}),
+    "cp auto ep4, selective recompute": (
+        TrainLayout(4, 1, 1, 4, max_cp=4),
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
+    ),
 }
 
 
@@ -64,8 +68,8 @@ def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     """Two steps in which every pass takes the engine's experts."""
     from megarl.training.policy import DIFFERING_SHARE
 
-    sequences, at, dp = sampled(family), trainer.layout.coords(trainer.rank), trainer.layout.dp
-    micro_batches = assign(sequences, at.dp, dp, micro_batches=4)
+    sequences, at = sampled(family), trainer.layout.coords(trainer.rank)
+    micro_batches = assigned(sequences, trainer.layout, at.dp)
     choices = [trainer._engine_choices(trainer._pack(batch)) for batch in micro_batches]
     part = world_part(micro_batches, sequences, DENOMINATOR, choices=choices)
     diffs = trainer._replay_diffs(part)
@@ -104,6 +108,7 @@ def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -
         ("qwen3-moe", "tp2 vpp2 ep2, full recompute"),
         ("deepseek-v3", "tp2 cp2 ep4, selective recompute"),
         ("deepseek-v3", "tp2 vpp2 cp2 ep2"),
+        ("deepseek-v3", "cp auto ep4, selective recompute"),
     ],
     indirect=["family"],
 )

@@ -31,6 +31,7 @@ LAYOUTS = {
     "dp2": TrainLayout(2, 1, 1, 1),
     "tp2 pp2": TrainLayout(4, 2, 2, 1),
     "cp2 ep2": TrainLayout(2, 1, 1, 2, cp=2),
+    "cp auto": TrainLayout(4, 1, 1, 1, max_cp=2),
 }
 VOCAB_SIZE, GROUPS, LR = 100, 3, 1e-3
 ALGORITHMS = ("ppo", "reinforce_pp", "reinforce_pp_baseline", "prime", "on_policy_distillation")
@@ -71,9 +72,10 @@ def batch() -> tuple[list[SampleGroup], list[SampleRef]]:
 def plan(layout: TrainLayout, dp_rank: int, updates: int, outcomes: bool = True) -> list[Update]:
     """This data-parallel rank's part of the batch."""
     refs = [ref if outcomes else replace(ref, advantage=0.0) for ref in batch()[1]]
+    budget = 24 if layout.max_cp == 1 else 8  # of 6 to 11 tokens some are longer
     plans = plan_updates(
-        refs, updates=updates, dp=layout.dp, token_budget=24, aggregation="sequence_mean", work=float,
-        align=layout.tokens_align,
+        refs, updates=updates, dp=layout.dp, token_budget=budget, aggregation="sequence_mean", work=float,
+        align=layout.tokens_align, max_cp=layout.max_cp,
     )  # fmt: skip
     return [
         Update(

@@ -28,6 +28,7 @@ from tests import forked
 from tests.parallel.precision import dtype
 
 TIMEOUT_S = 120.0
+LONGEST = 32  # tokens of the longest sample that a recipe of these worlds allows
 
 
 def recipe(path: Path, layout: TrainLayout, **train: Any) -> Recipe:
@@ -36,10 +37,15 @@ def recipe(path: Path, layout: TrainLayout, **train: Any) -> Recipe:
         {
             "run": {"name": "test", "steps": 1, "timeout_s": TIMEOUT_S},
             "model": {"path": str(path), "dtype": train.pop("dtype", dtype())},
-            "data": {"train": "none"},
+            "data": {"train": "none", "max_prompt_tokens": LONGEST - 1},
             "reward": {"function": "none"},
             "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 1},
-            "train": {**axes(layout), "lr": 1e-3, **train},
+            "train": {
+                "tokens_per_micro_batch": LONGEST // layout.max_cp,
+                **axes(layout),
+                "lr": 1e-3,
+                **train,
+            },
             "placement": {"gpus": layout.world_size},
         }
     )
@@ -51,7 +57,7 @@ def axes(layout: TrainLayout) -> dict[str, Any]:
         "tp": layout.tp,
         "pp": layout.pp,
         "ep": layout.ep,
-        "cp": layout.cp,
+        "cp": "auto" if layout.max_cp > 1 else layout.cp,
         "vpp": layout.vpp,
         "etp": layout.expert_tp or None,
         "layers_per_stage": layout.stage_layers,
@@ -159,6 +165,47 @@ def assign(
         round(len(rank_sequences) * (i / micro_batches) ** 1.5) for i in range(micro_batches + 1)
     ]
     return [rank_sequences[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def planned(
+    sequences: Sequence[TrainSequence], layout: TrainLayout, dp_rank: int
+) -> list[list[tuple[int, int]]]:
+    """One data-parallel rank's micro-batches with `train.cp: auto`: (place in sequences, ranks of the row).
+
+    Short sequences have micro-batches of their own, so that there are rows of 1, 2, ... ranks, and an empty one.
+    """
+    from megarl.training.batching import SampleRef, plan_updates
+
+    budget = LONGEST // layout.max_cp
+    lengths = [len(sequence.token_ids_T) for sequence in sequences]
+    refs = [SampleRef(0, place, length, length - 1) for place, length in enumerate(lengths)]
+    batches = []
+    for are_long in (True, False):
+        (update,) = plan_updates(
+            [ref for ref in refs if (ref.length > budget) == are_long],
+            updates=1,
+            dp=layout.dp,
+            token_budget=budget,
+            aggregation="token_mean",
+            work=float,
+            align=layout.tokens_align,
+            multiple=layout.batch_multiple,
+            max_cp=layout.max_cp,
+        )
+        batches += update.micro_batches[dp_rank]
+    return [[(ref.sample, ref.cp) for ref in batch] for batch in batches]
+
+
+def assigned(
+    sequences: Sequence[TrainSequence], layout: TrainLayout, dp_rank: int, micro_batches: int = 4
+) -> list[list[TrainSequence]]:
+    """One data-parallel rank's micro-batches in any layout: as of `planned` with `train.cp: auto`, else of `assign`."""
+    if layout.max_cp == 1:
+        return assign(sequences, dp_rank, layout.dp, micro_batches)
+    return [
+        [replace(sequences[place], cp=cp) for place, cp in batch]
+        for batch in planned(sequences, layout, dp_rank)
+    ]
 
 
 def part(micro_batches: Sequence[Sequence[TrainSequence]], denominator: float, **more: Any) -> Any:

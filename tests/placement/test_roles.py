@@ -53,6 +53,29 @@ def test_every_role_is_resolved_from_one_reading_of_each_config(
     assert len(roles.shared_slots) == 8
 
 
+@pytest.mark.parametrize(
+    ("budget", "longest", "max_cp"), [(16, 16, 1), (16, 17, 2), (8, 32, 4), (7, 14, 4), (1, 8, 4)]
+)
+def test_rows_by_length_have_as_many_ranks_as_the_longest_sample_needs(
+    folder: Path, budget: int, longest: int, max_cp: int
+) -> None:
+    """Each has two chunks of one length: of an odd budget a token is never used."""
+    train = {"cp": "auto", "tokens_per_micro_batch": budget}
+    prompts = {"max_prompt_tokens": longest - 1}
+    layout = resolve(made(folder, train=train, data=prompts)).policy.layout
+    assert (layout.cp, layout.dp, layout.max_cp) == (1, 4, max_cp)
+    assert layout.tokens_align == (2 * max_cp if max_cp > 1 else 1)
+
+
+def test_a_reward_model_splits_no_rows_by_length(folder: Path) -> None:
+    """It is told, because the budget of one rank would cut chats."""
+    keys = {"train": {"cp": "auto"}, "reward_model": {"path": str(folder)}}
+    (error,) = resolve(made(folder, **keys)).models["reward_model"].layout_errors()
+    assert error.where == "reward_model.ranks.cp"
+    keys["reward_model"]["ranks"] = {"cp": 1}
+    assert not resolve(made(folder, **keys)).models["reward_model"].layout_errors()
+
+
 def test_auxiliary_ranks_read_their_own_values_in_the_policys_keys(folder: Path) -> None:
     ranks = {"gpus": 4, "tp": 4}
     critic = resolve(

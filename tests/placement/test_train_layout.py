@@ -78,6 +78,7 @@ def test_stages_and_vocabulary_tile(layout: TrainLayout, per_stage: int, vocab: 
     ("layout", "where", "hint"),
     [
         (TrainLayout(6, 2, 2, 1), "placement.gpus", "multiple of 4"),
+        (TrainLayout(6, 1, 1, 1, max_cp=4), "train.cp", "raise train.tokens_per_micro_batch"),
         (TrainLayout(3, 3, 1, 1), "train.tp", "set train.tp to 2 or 4"),
         (TrainLayout(3, 1, 3, 1), "train.pp", "set train.pp to 2 or 4"),
         (TrainLayout(6, 1, 2, 1, vpp=3), "train.vpp", "set train.vpp to 2"),

@@ -83,6 +83,26 @@ def test_a_share_is_what_a_run_would_pack(tmp_path: Path) -> None:
     assert 0.9 < share.balance <= 1.0
 
 
+def test_rows_by_length_are_counted_on_each_of_their_ranks(tmp_path: Path) -> None:
+    """At full length each sample of 105 takes both data-parallel ranks, with 54 tokens each; short ones take one."""
+    keys = [
+        "rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=100",
+        "train.updates_per_step=2", "train.cp=auto", "train.tokens_per_micro_batch=54",
+    ]  # fmt: skip
+    recipe = planning.small(tmp_path, *keys)
+    layout, samples = train_layout(recipe), step_samples(recipe)
+    assert (layout.dp, layout.max_cp) == (2, 2)
+    share = share_of(recipe, model_shape(tmp_path), layout, samples)
+    assert share.micro_batches_full == 32
+    assert share.cp_shares == {1: 1.0}, "of 27 tokens each"
+    recipe = planning.small(tmp_path, *keys, "train.tokens_per_micro_batch=26")
+    assert train_layout(recipe).max_cp == 8, "which no check has seen"
+    fixed = planning.small(tmp_path, *keys, "train.cp=2", "train.tokens_per_micro_batch=108")
+    layout = train_layout(fixed)
+    share = share_of(fixed, model_shape(tmp_path), layout, samples)
+    assert share.cp_shares == {2: 1.0} and share.micro_batches_full == 32
+
+
 def test_an_interleaved_pipeline_waits_less(tmp_path: Path) -> None:
     keys = ["train.tokens_per_micro_batch=64", "rollout.prompts_per_step=16"]
     recipe = planning.small(tmp_path, *keys, "train.vpp=2")

@@ -82,6 +82,16 @@ def test_ranks_that_split_an_expert_gather_its_tokens() -> None:
     assert exchanges.experts == pytest.approx(10 * 2 * 8 * (MESSAGE / 2) / NVLINK)
 
 
+def test_rows_by_length_pass_keys_and_values_among_their_own_ranks() -> None:
+    """Half of a rank's tokens are in rows of its own, a quarter in those of 2, and a quarter in those of 4 ranks."""
+    layout = TrainLayout(4, 1, 1, 1, max_cp=4)
+    shares = {1: 0.5, 2: 0.25, 4: 0.25}
+    by_length = RankLayers(SHAPE, layout, CARD, 8, cp_shares=shares).exchanges(TOKENS)
+    of_four = layers_of(4, cp=4).exchanges(4 * TOKENS)
+    assert by_length.context == pytest.approx((0.25 * 1 + 0.25 * 3) / 3 * of_four.context)
+    assert by_length.experts == layers_of(4).exchanges(TOKENS).experts
+
+
 def test_context_parallel_ranks_pass_keys_and_values_round_a_ring() -> None:
     kv_bytes = TOKENS * 2 * 4 * 64 * 2
     assert layers_of(4, cp=4).exchanges(TOKENS).context == pytest.approx(

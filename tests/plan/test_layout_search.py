@@ -253,7 +253,9 @@ def test_variants_recompute_or_keep_and_move_the_optimizer(tmp_path: Path) -> No
     layout = next(iter(train_overlays(small_recipe)))
     variants = [overlay["train"] for overlay in train_variants(small_recipe, layout)]
     assert {variant["optimizer_offload"] for variant in variants} == {False, True}
-    assert {variant["tokens_per_micro_batch"] for variant in variants} == {18432, 24576, 49152}
+    rows = {(variant["cp"], variant["tokens_per_micro_batch"]) for variant in variants}
+    assert {tokens for cp, tokens in rows if cp == 1} == {18432, 24576, 49152}
+    assert {tokens for cp, tokens in rows if cp == "auto"} == {9216, 4608}
     steps = set(ladder(resolve(small_recipe).policy.shape))
     assert len(steps) > 2
     full = overlaid(small_recipe, {"train": {"megatron": {"recompute_granularity": "full"}}})
@@ -261,6 +263,23 @@ def test_variants_recompute_or_keep_and_move_the_optimizer(tmp_path: Path) -> No
         overlays = train_variants(recipe, layout)
         tried = [overlaid(recipe, overlay).train for overlay in overlays]
         assert {recomputed_parts(train, 0) for train in tried} == steps
+
+
+def test_variants_split_the_longest_sequence_where_ranks_divide(tmp_path: Path) -> None:
+    """Over two and four data-parallel ranks; a row of a fixed cp has whole sequences."""
+    recipe = stand_ins(planning.small(tmp_path, *KEYS))[0]
+    longest = recipe.longest_sequence
+    for layout in train_overlays(recipe):
+        sizes = layout["train"]
+        dp = recipe.placement.gpus // (sizes["tp"] * sizes["pp"] * sizes["cp"])
+        rows = {
+            (variant["train"]["cp"], variant["train"]["tokens_per_micro_batch"])
+            for variant in train_variants(recipe, layout)
+        }
+        by_length = {budget for cp, budget in rows if cp == "auto"}
+        parts = {-(-longest // (2 * parts)) * 2 for parts in (2, 4) if dp % parts == 0}
+        assert by_length == (parts if sizes["cp"] == 1 else set())
+        assert all(budget >= longest for cp, budget in rows if cp != "auto")
 
 
 def test_an_overlay_has_only_what_it_changes() -> None:

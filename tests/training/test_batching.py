@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,74 @@ def test_every_sample_lands_once_within_the_budget(lengths, dp, updates, align, 
         refs = [ref for batch in batches for ref in batch]
         assert plan.denominator == plan.loss_tokens == sum(ref.response_length for ref in refs)
         assert plan.tokens == sum(ref.length for ref in refs)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(2, 4 * BUDGET - 8), min_size=2, max_size=60),
+    st.sampled_from([4, 8, 12]),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_long_sequences_are_split_over_ranks(lengths, dp, updates, multiple, rows):
+    """Each lands once; the ranks of a row follow each other, and its budgets hold it."""
+    max_cp, align = 4, 8
+    samples = [
+        SampleRef(group=0, sample=at // rows, row=at % rows, length=n, response_length=n - 1)
+        for at, n in enumerate(lengths)
+    ]
+    updates = min(updates, -(-len(lengths) // rows))
+    changes = {"dp": dp, "multiple": multiple, "align": align, "max_cp": max_cp}
+    landed: list[SampleRef] = []
+    for plan in _plan(samples, updates=updates, **changes):
+        (count,) = {len(rank) for rank in plan.micro_batches}
+        assert count % multiple == 0
+        for place in range(count):
+            at_place = [rank[place] for rank in plan.micro_batches]
+            rank = 0
+            while rank < dp:
+                batch = at_place[rank]
+                (size,) = {ref.cp for ref in batch} or {1}
+                assert size in (1, 2, 4) and rank % size == 0
+                assert at_place[rank : rank + size] == [batch] * size
+                assert sum(-(-ref.length // align) * align for ref in batch) <= size * BUDGET
+                landed += batch
+                rank += size
+        ranks_of_sample: dict[int, set[int]] = {}
+        for rank, batches in enumerate(plan.micro_batches):
+            for sample in {ref.sample for batch in batches for ref in batch}:
+                ranks_of_sample.setdefault(sample, set()).add(rank)
+        for sample, ranks in ranks_of_sample.items():
+            rows_of_sample = {ref.row for ref in samples if ref.sample == sample}
+            for rank in ranks:
+                refs = [ref for batch in plan.micro_batches[rank] for ref in batch]
+                assert {ref.row for ref in refs if ref.sample == sample} == rows_of_sample
+    assert [replace(ref, cp=1) for ref in sorted(landed, key=key_of)] == samples
+
+
+def test_no_row_is_split_that_one_rank_holds():
+    """A long sample takes ranks, and short ones fill them up and all others."""
+    (plan,) = _plan(_refs([100, 30, *[16] * 12]), dp=4, max_cp=4, align=1)
+    assert [len(rank) for rank in plan.micro_batches] == [2] * 4
+    split = {ref.length: ref.cp for rank in plan.micro_batches for ref in rank[0]}
+    assert split[100] == 2 and split[30] == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_split_long_rows_wait_little_for_each_other(seed):
+    """The work of a row is shared by its ranks, and they are as busy as those that have short ones."""
+    lengths = [int(n) for n in np.random.default_rng(seed).lognormal(8.7, 0.7, 2048).clip(2, 22000)]
+    cost = lambda n: n + n**2 / 40000  # noqa: E731
+    (plan,) = _plan(_refs(lengths), dp=16, token_budget=8192, work=cost, max_cp=4, align=8)
+    works = np.array(
+        [
+            [sum(cost(ref.length) / ref.cp for ref in batch) for batch in rank]
+            for rank in plan.micro_batches
+        ]
+    )
+    assert works.sum() == pytest.approx(sum(map(cost, lengths)))
+    assert works.max(0).sum() < 1.1 * works.sum() / 16
 
 
 @settings(max_examples=50)

@@ -152,13 +152,14 @@ def attention(
     for bounds in (cu_seqlens_q, cu_seqlens_kv):
         assert bounds.dtype == torch.int32 and bounds.is_cuda
     assert max_seqlen_q == max_seqlen_kv >= (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max().item()
-    assert cp_group().size() == 1 or self.cp_group is not None
     packed = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(packed)
-    packed.softmax_scale, packed.group = self.fused_attention.softmax_scale, cp_group()
-    return packed(
-        query, key, value, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=cu_seqlens_q)
+    packed.softmax_scale, packed.group = (
+        self.fused_attention.softmax_scale,
+        self.cp_group or cp_group(1),
     )
+    row = SimpleNamespace(cu_seqlens_q=cu_seqlens_q, cp_group=None)
+    return packed(query, key, value, None, packed_seq_params=row)
 
 
 def _torch_type(kind: Any) -> torch.dtype:

@@ -27,6 +27,7 @@ LAYOUTS = {
     "tp2": TrainLayout(2, 2, 1, 1),
     "ep2": TrainLayout(2, 1, 1, 2),
     "cp2": TrainLayout(2, 1, 1, 1, cp=2),
+    "cp auto": TrainLayout(2, 1, 1, 1, max_cp=2),
     "pp2": TrainLayout(2, 1, 2, 1, stage_layers=(2, 1)),
     "tp2 ep2": TrainLayout(2, 2, 1, 2),
     "tp2 ep2 etp2": TrainLayout(4, 2, 1, 2, expert_tp=2),

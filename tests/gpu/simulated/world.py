@@ -10,6 +10,7 @@ from typing import Any
 from megarl import device
 from megarl.placement.train_layout import TrainLayout
 from tests.gpu.child import TIMEOUT_S, Child
+from tests.gpu.rank import LONGEST
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"weight_decay": 0.1, "aux_loss": 0.02, "z_loss": 1e-3},
@@ -43,7 +44,8 @@ def axes(layout: TrainLayout) -> dict[str, Any]:
         "tp": layout.tp,
         "pp": layout.pp,
         "ep": layout.ep,
-        "cp": layout.cp,
+        "cp": "auto" if layout.max_cp > 1 else layout.cp,
+        "tokens_per_micro_batch": -(-LONGEST // layout.max_cp),
         "etp": layout.expert_tp or None,
         "layers_per_stage": layout.stage_layers,
     }

@@ -23,3 +23,5 @@ def test_a_run_on_two_ranks() -> None:
     assert row["flops"] > 0
     shorter = figures("train", f"{small} --old-logprobs train --updates 2")
     assert shorter["whole_pass_tokens_per_s"] > 0
+    by_length = figures("train", f"{small} --gpus 4 --cp-auto --budget 16")
+    assert by_length["fixed_cp_tokens_per_s"] > 0
