@@ -22,7 +22,7 @@ from tests.parallel.gradients import (
     uneven_part,
 )
 from tests.parallel.precision import within
-from tests.parallel.test_parity import RECOMPUTE
+from tests.parallel.test_parity import RECOMPUTE, in_pairs
 from tests.parallel.worlds import (
     assign,
     numbers,
@@ -43,7 +43,9 @@ LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
     "tp2 vpp2 ep2, full recompute": (TrainLayout(4, 2, 2, 2, vpp=2), RECOMPUTE["full"]),
     "tp2 cp2 ep4, selective recompute": (TrainLayout(4, 2, 1, 4, cp=2), RECOMPUTE["selective"]),
     "tp2 vpp2 cp2 ep2": (TrainLayout(8, 2, 2, 2, cp=2, vpp=2), {}),
+    "tp2 vpp2 ep2, passes in pairs": (TrainLayout(4, 2, 2, 2, vpp=2), {}),
 }
+IN_PAIRS = {"tp2 vpp2 ep2, passes in pairs"}
 
 
 def sampled(family: str) -> list[TrainSequence]:
@@ -75,6 +77,10 @@ def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     return {"gaps": numbers(diffs), "metrics": metrics, "choices": choices, "learning": learning}
 
 
+def replay_in_pairs(trainer: Any, family: str) -> dict[str, Any]:
+    return in_pairs(trainer, replay_engine, family)
+
+
 @pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -104,6 +110,7 @@ def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -
         ("qwen3-moe", "tp2 vpp2 ep2, full recompute"),
         ("deepseek-v3", "tp2 cp2 ep4, selective recompute"),
         ("deepseek-v3", "tp2 vpp2 cp2 ep2"),
+        ("deepseek-v3", "tp2 vpp2 ep2, passes in pairs"),
     ],
     indirect=["family"],
 )
@@ -117,7 +124,8 @@ def test_the_engines_experts_in_every_layout(
     router.
     """
     layout, options = LAYOUTS[name]
-    ranks = run_world(recipe(path, layout, aux_loss=0.02, megatron=options), replay_engine, family)
+    work = replay_in_pairs if name in IN_PAIRS else replay_engine
+    ranks = run_world(recipe(path, layout, aux_loss=0.02, megatron=options), work, family)
     for metrics, expected in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
         assert metrics == pytest.approx(expected, rel=within(1e-4))
     for choices, expected in zip(ranks[-1]["choices"], one_rank["choices"], strict=True):
