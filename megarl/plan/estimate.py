@@ -22,7 +22,7 @@ from megarl.plan.engine_simulation import GroupLimits
 from megarl.plan.fit import HOST, are_exact, lacking
 from megarl.plan.layer_sizes import LayerSizes, composed
 from megarl.plan.model_size import ModelSize, ModelSizes, resized
-from megarl.plan.phase_memory import MemoryPlan, least_training_bytes, plan_memory
+from megarl.plan.phase_memory import MemoryPlan, cannot_train, plan_memory
 from megarl.plan.rollout_time import RolloutTime, rough_rollout_s
 from megarl.plan.run_plan import engine_speed, group_limits, rollout_of
 from megarl.plan.step_time import step_times
@@ -131,10 +131,8 @@ class Estimator:
         shares: dict[RoleName, RankWork] = {
             name: self._share(role, whole=False) for name, role in roles.models.items()
         }
-        if (
-            least_training_bytes(sizes, math.ceil(shares["policy"].micro_batches))
-            > self.hardware.memory_bytes
-        ):
+        micro_batches = math.ceil(shares["policy"].micro_batches)
+        if cannot_train(sizes, micro_batches, self.hardware.memory_bytes):
             return None
         _, step = step_times(roles, self.hardware, sizes, shares, self.samples, reshard_s=0.0)
         return step.total_s
