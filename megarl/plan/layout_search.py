@@ -90,7 +90,7 @@ def search(
     if side == "engine" and not sampled:
         problem = f"{side}, but {recipe.algorithm.name} learns from the data's answers and samples nothing"
         raise UserError("--search", problem, "give it train")
-    recipe_plan = make_plan(recipe, hardware, response_share, advises=False)
+    recipe_plan = make_plan(recipe, hardware, response_share, in_full=False)
     estimator = Estimator(
         recipe_plan.recipe,
         hardware,
@@ -265,7 +265,7 @@ def _planned(recipe_plan: RunPlan, estimates: Sequence[Estimate]) -> list[Found]
             recipe_plan.hardware,
             recipe_plan.response_share,
             exact,
-            advises=False,
+            in_full=False,
         )
         layouts.append(Found(changes(estimate.overlay, tree), plan))
     return sorted(layouts, key=lambda row: row.plan.step.total_s)

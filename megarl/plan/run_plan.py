@@ -131,11 +131,12 @@ def make_plan(
     response_share: float = MEAN_RESPONSE_SHARE,
     sizes: ModelSizes | None = None,
     *,
-    advises: bool = True,
+    in_full: bool = True,
 ) -> RunPlan:
     """Plan a recipe. Raises UserErrors where keys or layouts are wrong; memory that does not fit is in the plan.
 
-    sizes: of all models, where they are known already. advises: whether other values of keys are tried, too.
+    sizes: of all models, where they are known already. in_full: with advice, for which other values of
+    keys are tried, and with the rounds of a reshard; a search needs neither.
     """
     if errors := size_errors(recipe):
         raise UserErrors(errors)
@@ -145,7 +146,7 @@ def make_plan(
         raise UserErrors(errors)
     sizes = sizes or sizes_of([roles.models], whole=True)[0]
     samples = step_samples(recipe, response_share)
-    reshard = plan_reshard(roles, hardware)
+    reshard = plan_reshard(roles, hardware, counts_rounds=in_full)
     shares: dict[RoleName, RankWork] = {
         role: share_of(size.recipe, size.shape, size.layout, samples)
         for role, size in sizes.items()
@@ -155,7 +156,7 @@ def make_plan(
     memory = with_errors(recipe, hardware, sizes, tries.memory)
     phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
     rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
-    hints = _advice(roles, tries, memory, rollout) if advises else []
+    hints = _advice(roles, tries, memory, rollout) if in_full else []
     return RunPlan(
         recipe=recipe,
         hardware=hardware,
