@@ -37,7 +37,9 @@ class ChunkPass(TransformerModelChunkSchedulePlan):
         f_schedule_plan: ChunkPass | None, b_schedule_plan: ChunkPass | None, **pipeline: Any
     ) -> Tensor | None:
         """Megatron's, for a pass, a backward pass or both; the output of the pass."""
-        output = TransformerModelChunkSchedulePlan.run(f_schedule_plan, b_schedule_plan, **pipeline)
+        output: Any = TransformerModelChunkSchedulePlan.run(
+            f_schedule_plan, b_schedule_plan, **pipeline
+        )
         if f_schedule_plan is not None:
             f_schedule_plan._see_output(output)
         return output
