@@ -1,17 +1,19 @@
 """Megatron-Core 0.16.1 on a machine without CUDA: patches where it calls torch.cuda unconditionally.
 
 The patches replace the name `torch` inside Megatron's own modules; torch itself, and every other library, keeps its
-behaviour. The exceptions are `Tensor.type()` and `Tensor.cuda()`, which no module-level name can redirect.
+behaviour. The exceptions are methods of tensors (`type`, `cuda`, `record_stream`), which no module-level name can
+redirect.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
 _CPU = torch.device("cpu")
+_IMPORTED_LATE = (
+    "megatron.core.models.gpt.fine_grained_callables"  # by the first pass of combined 1F1B
+)
 _LIKE = ("empty", "full", "ones", "zeros")
 _FACTORIES = ("arange", "tensor", *_LIKE, *(f"{name}_like" for name in _LIKE))
 
@@ -34,6 +39,8 @@ class _Stream:
     def __init__(self, *_: object, **__: object) -> None: ...
     def synchronize(self) -> None: ...
     def wait_stream(self, stream: object) -> None: ...
+    def wait(self, *_: object) -> None: ...
+    def record(self, *_: object) -> None: ...
     def record_event(self) -> _Stream:
         return self
 
@@ -57,6 +64,7 @@ def _torch_without_cuda(device: torch.device) -> ModuleType:
         current_stream=lambda *_: stream,
         default_stream=lambda *_: stream,
         stream=_in_order,
+        nvtx=SimpleNamespace(range_push=lambda _: None, range_pop=lambda: None),
         get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=lambda state, *_: torch.set_rng_state(state),
         manual_seed=torch.manual_seed,
@@ -83,6 +91,7 @@ def _on_device(device: torch.device, factory: Callable[..., Tensor]) -> Callable
 def replace_torch_cuda(device: torch.device) -> None:
     """Give every loaded Megatron module a torch whose CUDA is the CPU; buffers, schedules and clipping need it."""
     namespace = _torch_without_cuda(device)
+    importlib.import_module(_IMPORTED_LATE)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.__dict__["torch"] = namespace
@@ -104,6 +113,11 @@ def name_tensor_types_as_cuda() -> None:
 def leave_tensors_where_they_are() -> None:
     """Let `Tensor.cuda()` return the tensor; Megatron calls it on the output layer's weight and position embeddings."""
     Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def use_tensors_in_order() -> None:
+    """Let `Tensor.record_stream()` do nothing; combined 1F1B calls it on what another stream is to use."""
+    Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign]
 
 
 def keep_rng_states_on_cpu() -> None:
@@ -187,6 +201,7 @@ def patch_megatron(device: torch.device = _CPU) -> None:
     replace_torch_cuda(device)
     name_tensor_types_as_cuda()
     leave_tensors_where_they_are()
+    use_tensors_in_order()
     keep_rng_states_on_cpu()
     split_by_numbers()
     exchange_uneven_lists()

@@ -121,11 +121,15 @@ class Finiteness:
         return _FORWARD + self._stages[id(chunk)] * (_STAGE_OUTPUT + 1) + layer
 
     def _watch_experts(self, chunk: torch.nn.Module) -> None:
-        """Look at what layers with experts get, before it goes to the experts' ranks, and at what experts return."""
+        """Look at what layers with experts get, before it goes to the experts' ranks, and at what experts return.
+
+        Their routers get the same, which also run where Megatron calls a layer's parts and not the layer.
+        """
         layers = [module for module in chunk.modules() if hasattr(module, "experts")]
         for number, layer in enumerate(layers):
             at_input = self._forward(chunk, 2 * number)
-            layer.register_forward_pre_hook(partial(self._see_input, at_input))
+            router: Any = layer.router
+            router.register_forward_pre_hook(partial(self._see_input, at_input))
             experts: Any = layer.experts
             experts.register_forward_hook(partial(self._see_first, at_input + 1))
 

@@ -26,8 +26,9 @@ _NOT_PADDED = (
     "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
 )
 _DECIDED = "other keys of the recipe decide it, or megarl relies on its value"
-# Not allowed: overlapping the gather of parameters, because the reshard would send old ones; other ways to shard
-# parameters and gradients, which the weight maps, the checkpoints and the plan do not know.
+_NOT_GATHERED = "the reshard and the checks of replicas read the weights when a step ends, before they are all gathered"
+# Not allowed: other ways to shard parameters and gradients, which the weight maps, the checkpoints and the plan do not
+# know.
 OF_BUFFERS = (
     "overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw", "check_for_nan_in_grad",
     "check_for_large_grads", "reduce_scatter_with_fp32_accumulation", "gradient_reduce_div_fusion",
@@ -54,6 +55,7 @@ def option_errors(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[Use
         ("train.optimizer", train.optimizer, OptimizerConfig, OF_OPTIMIZER),
     ):
         refused = dict.fromkeys(_names(kind) - {*listed}, _DECIDED)
+        refused["overlap_param_gather"] = _NOT_GATHERED
         errors += _errors(branch, options, kind, refused, {*listed})
     return errors
 

@@ -21,6 +21,7 @@ from megarl.parallel.finiteness import Finiteness
 from megarl.parallel.logprobs import hidden_logprobs
 from megarl.parallel.model import Chunk, Score
 from megarl.parallel.packing import PackedRow
+from megarl.parallel.paired_passes import ChunkPass
 from megarl.parallel.routing import Choices, Routing
 from megarl.types.tensors import NamedTensors
 
@@ -135,8 +136,12 @@ class Pipeline:
         temperature: float,
         feed: Iterator[tuple[PackedRow, Choices | None]],
         model: torch.nn.Module,
-    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """Megatron's forward_step_func: the stage's output, and the loss function of the last stage."""
+        return_schedule_plan: bool = False,
+    ) -> tuple[Any, Callable[[Tensor], Any]]:
+        """Megatron's forward_step_func: the stage's output, and the loss function of the last stage.
+
+        return_schedule_plan: in place of the output the pass that will compute it.
+        """
         row, choices = next(feed)
         longest = row.max_length
         packing = PackedSeqParams(
@@ -148,15 +153,22 @@ class Pipeline:
             cp_group=groups.cp_group(row.cp) if self.cp_by_length else None,
         )
         tokens_1L = row.token_ids_L[None]
+        inputs: dict[str, Any] = {
+            "input_ids": tokens_1L,
+            "position_ids": torch.zeros_like(tokens_1L),  # rotary embeddings do not read them
+            "attention_mask": None,
+            "packed_seq_params": packing,
+        }
+        chunk = _module(model)
+        see_output = partial(self.finiteness.see_output, chunk)
+        loss = partial(self._loss, chunk, row, on_outputs, norms, temperature)
+        if return_schedule_plan:
+            self.routing.begin(row, choices)
+            return ChunkPass(chunk, see_output, **inputs), loss
         with self.routing.passing(row, choices):
-            output = model(
-                input_ids=tokens_1L,
-                position_ids=torch.zeros_like(tokens_1L),  # rotary embeddings do not read them
-                attention_mask=None,
-                packed_seq_params=packing,
-            )
-        self.finiteness.see_output(_module(model), output)
-        return output, partial(self._loss, _module(model), row, on_outputs, norms, temperature)
+            output = model(**inputs)
+        see_output(output)
+        return output, loss
 
     def _loss(
         self,
@@ -168,7 +180,8 @@ class Pipeline:
         output: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
         depths = 1 + (chunk.config.mtp_num_layers or 0) * chunk.runs_mtp
-        hidden, *ahead = output[:, 0].chunk(depths)
+        # combined 1F1B widens what a chunk returns
+        hidden, *ahead = output[:, 0].to(chunk.config.params_dtype).chunk(depths)
         if isinstance(chunk.output_layer, Score):
             outputs = (self._scores(chunk.output_layer, hidden, row),)
         else:

@@ -68,12 +68,16 @@ class Routing:
     @contextmanager
     def passing(self, row: PackedRow, choices: Choices | None) -> Iterator[None]:
         """Set the micro-batch of a forward pass; outside the block routers run only for activation recomputation."""
-        self.row = row
-        self.choices = choices
+        self.begin(row, choices)
         try:
             yield
         finally:
             self.row = self.choices = None
+
+    def begin(self, row: PackedRow, choices: Choices | None) -> None:
+        """Set the micro-batch of the forward passes up to the next one's; no router is computed again meanwhile."""
+        self.row = row
+        self.choices = choices
 
     def count(self, name: str, value: Tensor) -> None:
         """Add to a statistic of this pass."""

@@ -179,18 +179,20 @@ def kept_and_recomputed(
     return kept, again + working
 
 
-def in_flight(layout: TrainLayout, stage: int, micro_batches: int) -> list[int]:
+def in_flight(
+    layout: TrainLayout, stage: int, micro_batches: int, *, ahead: bool = False
+) -> list[int]:
     """Micro-batches of each chunk of a stage that wait for their backward pass, at most.
 
     1F1B: the micro-batches that a stage sends on before the first comes back (schedules.py,
     get_pp_rank_microbatches), and the current micro-batch. Interleaved, chunks take turns in groups of PP
-    micro-batches. micro_batches: of an update.
+    micro-batches. micro_batches: of an update. ahead: with one more, whose pass runs beside another's pass back
+    (overlap_moe_expert_parallel_comm).
     """
     if layout.vpp == 1:
-        return [min(layout.pp - stage, micro_batches)]
-    units = min(
-        2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp
-    )
+        return [min(layout.pp - stage + ahead, micro_batches)]
+    units = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1 + ahead
+    units = min(units, micro_batches * layout.vpp)
     counts = Counter(unit // layout.pp % layout.vpp for unit in range(units))
     return [counts[chunk] for chunk in range(layout.vpp)]
 
@@ -200,7 +202,8 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     row = row_of(size)
     train = size.recipe.train
     layout = size.layout
-    waiting = in_flight(layout, stage, micro_batches)
+    ahead = bool(train.megatron.get("overlap_moe_expert_parallel_comm"))
+    waiting = in_flight(layout, stage, micro_batches, ahead=ahead)
     total = 0.0
     again = 0.0
     for chunk, number in enumerate(waiting):

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -48,22 +48,22 @@ class Samples:
     responses: IntArray
     turns: Turns = Turns()
 
-    @property
+    @cached_property
     def sampled_tokens(self) -> float:
         """Of everything that is drawn, the tokens that engines sample; the others are observations."""
         return float(self.responses.sum()) * (1 - self.turns.observed_share)
 
-    @property
+    @cached_property
     def lengths(self) -> IntArray:
         """[num_trained] of prompt and response together."""
         return self.prompt_tokens + self.responses[: self.num_trained]
 
-    @property
+    @cached_property
     def mean_tokens(self) -> int:
         """Of prompt and response together, rounded up."""
         return math.ceil(self.lengths.mean())
 
-    @property
+    @cached_property
     def running_tokens(self) -> int:
         """Of a sequence that runs, in the mean over time: long ones run longest, half of what they become."""
         responses = self.responses.astype(np.float64)
@@ -159,12 +159,8 @@ def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
 def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Samples) -> RankWork:
     """The work of a model of this recipe and layout with a step's samples; recipe: as the model's ranks read it."""
     work = train_work(shape)
-    updates = _updates(recipe, layout, samples.lengths, shape)
-    full = _updates(recipe, layout, np.full(samples.num_trained, samples.longest), shape)
-    micro_batches, micro_batches_full = (
-        float(np.mean([len(update.micro_batches[0]) for update in some]))
-        for some in (updates, full)
-    )
+    updates = _updates(recipe, layout, samples.lengths, shape, recipe.train.updates_per_step)
+    micro_batches = float(np.mean([len(update.micro_batches[0]) for update in updates]))
     slowest = total = bubble = 0.0
     for update in updates:
         works = np.array(
@@ -185,7 +181,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
         tokens=float(samples.lengths.sum()) / per_rank,
         tokens_full=samples.num_trained * samples.longest / per_rank,
         micro_batches=micro_batches,
-        micro_batches_full=micro_batches_full,
+        micro_batches_full=_full_micro_batches(recipe, layout, samples, shape),
         bubble=float(bubble / len(updates)),
         balance=float(total / slowest),
         cp_shares=_cp_shares(updates, layout),
@@ -202,14 +198,29 @@ def _cp_shares(updates: Sequence[Update], layout: TrainLayout) -> dict[int, floa
     return {cp: count / tokens.total() for cp, count in tokens.items()}
 
 
+def _full_micro_batches(
+    recipe: Recipe, layout: TrainLayout, samples: Samples, shape: ModelShape
+) -> float:
+    """Mean over updates, if all had the longest length: updates of as many samples are then alike."""
+    each, more = divmod(samples.num_trained, recipe.train.updates_per_step)
+    counts = [each + (place < more) for place in range(recipe.train.updates_per_step)]
+    micro_batches = {
+        count: len(
+            _updates(recipe, layout, np.full(count, samples.longest), shape, 1)[0].micro_batches[0]
+        )
+        for count in {*counts}
+    }
+    return float(np.mean([micro_batches[count] for count in counts]))
+
+
 def _updates(
-    recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape
+    recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape, updates: int
 ) -> list[Update]:
-    """The updates of a step, split as `RankGroup.plan` splits them."""
+    """So many updates of samples of these lengths, split as `RankGroup.plan` splits them."""
     refs = [SampleRef(0, place, int(length), int(length)) for place, length in enumerate(lengths)]
     return plan_updates(
         refs,
-        updates=recipe.train.updates_per_step,
+        updates=updates,
         dp=layout.dp,
         token_budget=recipe.train.tokens_per_micro_batch,
         aggregation="token_mean",

@@ -71,7 +71,7 @@ class EngineSpeed:
         experts = shape.num_sparse_layers * shape.num_experts
         return experts * self._expert_size * item / self.layout.tp
 
-    @property
+    @cached_property
     def other_bytes(self) -> float:
         """Bytes of all other weights on a GPU that a step reads.
 
@@ -171,6 +171,11 @@ class EngineSpeed:
             peak = card.bf16_flops
         return peak * card.prefill_share
 
+    @cached_property
+    def _token_flops(self) -> float:
+        """Of a forward pass over one token."""
+        return forward_flops(self.shape, 1)
+
     @property
     def _expert_size(self) -> int:
         """Parameters of one expert."""
@@ -216,7 +221,7 @@ class EngineSpeed:
         layout = self.layout
         shared = 2 * shape.num_sparse_layers * shape.num_shared_experts * self._expert_size
         chosen = 2 * shape.num_sparse_layers * shape.experts_per_token * self._expert_size
-        flops = running * (forward_flops(shape, 1) - chosen) / layout.tp
+        flops = running * (self._token_flops - chosen) / layout.tp
         # each rank computes them for all gathered tokens
         if layout.whole_shared and not layout.deepep:
             flops += running * shared * (1 - 1 / layout.tp)

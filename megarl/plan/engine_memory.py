@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.model.shape import ModelShape
@@ -20,6 +22,7 @@ from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
 from megarl.rollout.sglang.batch_sizes import given_sizes, limit_of, step_sequences
+from megarl.types import IntArray
 
 MIB = 1 << 20
 # memory_hook.py, handle_gpu_memory_settings: (below so many MiB of the card, tokens of a chunk of prompts, sequences of
@@ -132,16 +135,31 @@ def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[in
 
 @cache
 def _weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> tuple[int, ...]:
-    rank_bytes = [0] * engine.tp
-    for part in sglang_map.parts(shape, engine):
-        num_bytes = sum(shard.area * item_bytes(shard.dtype or dtype) for shard in part.shards)
-        for member in part.members:
-            rank_bytes[member] += num_bytes
     derived = 0
     if shape.mla:
         of_heads = shape.num_heads // engine.attention_tp * (shape.mla.nope_dim + shape.mla.v_dim)
         derived = layers_of(shape, engine) * of_heads * shape.mla.kv_lora_rank * item_bytes(dtype)
-    return tuple(num_bytes + derived for num_bytes in rank_bytes)
+    # layers of a kind are alike: one of each is laid out
+    without = replace(shape, num_layers=0, num_dense_layers=0)
+    kinds = {
+        replace(without, num_layers=1, num_dense_layers=1): shape.num_dense_layers,
+        replace(without, num_layers=1): shape.num_sparse_layers,
+    }
+    others = _laid_out_bytes(without, engine, dtype)
+    total = others + derived
+    for kind, count in kinds.items():
+        if count:
+            total += count * (_laid_out_bytes(kind, engine, dtype) - others)
+    return tuple(total.tolist())
+
+
+def _laid_out_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> IntArray:
+    """[tp] of every parameter."""
+    rank_bytes = np.zeros(engine.tp, np.int64)
+    for part in sglang_map.parts(shape, engine):
+        num_bytes = sum(shard.area * item_bytes(shard.dtype or dtype) for shard in part.shards)
+        rank_bytes[list(part.members)] += num_bytes
+    return rank_bytes
 
 
 def layers_of(shape: ModelShape, engine: EngineLayout) -> int:

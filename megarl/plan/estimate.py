@@ -19,10 +19,10 @@ from megarl.placement.roles import Role, RoleName, Roles, resolve
 from megarl.plan.batch import RankWork, Samples, share_of
 from megarl.plan.candidates import Overlay
 from megarl.plan.engine_simulation import GroupLimits
-from megarl.plan.fit import HOST, lacking
+from megarl.plan.fit import HOST, are_exact, lacking
 from megarl.plan.layer_sizes import LayerSizes, composed
 from megarl.plan.model_size import ModelSize, ModelSizes, resized
-from megarl.plan.phase_memory import MemoryPlan, least_training_bytes, plan_memory
+from megarl.plan.phase_memory import MemoryPlan, cannot_train, plan_memory
 from megarl.plan.rollout_time import RolloutTime, rough_rollout_s
 from megarl.plan.run_plan import engine_speed, group_limits, rollout_of
 from megarl.plan.step_time import step_times
@@ -123,16 +123,16 @@ class Estimator:
         return Estimate(overlay, roles, sizes, shares, memory, self)
 
     def rough_train_s(self, overlay: Overlay) -> float | None:
-        """About the seconds of a step without its rollout, by one update's samples; None: its training cannot fit."""
+        """About the seconds of a step without its rollout, by one update's samples; None: its training cannot be."""
         roles = resolve(overlaid(self.recipe, overlay))
+        if not are_exact(roles):
+            return None
         sizes = self.sizes_of(roles)
         shares: dict[RoleName, RankWork] = {
             name: self._share(role, whole=False) for name, role in roles.models.items()
         }
-        if (
-            least_training_bytes(sizes, math.ceil(shares["policy"].micro_batches))
-            > self.hardware.memory_bytes
-        ):
+        micro_batches = math.ceil(shares["policy"].micro_batches)
+        if cannot_train(sizes, micro_batches, self.hardware.memory_bytes):
             return None
         _, step = step_times(roles, self.hardware, sizes, shares, self.samples, reshard_s=0.0)
         return step.total_s

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from operator import attrgetter
 
 from megarl.config import Recipe
 from megarl.config.loading import overlaid
@@ -17,9 +19,11 @@ from megarl.model.shape import ModelShape
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.roles import Role, RoleName, train_layout
 from megarl.placement.train_layout import TrainLayout
+from megarl.plan.adapter_sizes import Stages
 from megarl.plan.model_size import ModelSize, ModelSizes, sizes_of
 
 _NOTHING = ChunkSize(0, 0, 0, 0, 0)
+_values = attrgetter(*(value.name for value in fields(ChunkSize)))
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class LayerSizes:
     sparse_layer: ChunkSize
     last: ChunkSize
 
-    def stages(self, shape: ModelShape, layout: TrainLayout) -> tuple[tuple[ChunkSize, ...], ...]:
+    def stages(self, shape: ModelShape, layout: TrainLayout) -> Stages:
         """The chunks of every pipeline rank, as `ModelSize.stages`; the layout must have no error."""
         return tuple(
             tuple(self._chunk(shape, layout, stage, chunk) for chunk in range(layout.vpp))
@@ -94,10 +98,20 @@ def composed(
     """The sizes of models in other layouts. known: the sizes in any layout, for the whole models' totals."""
     return {
         name: ModelSize.of(
-            role, parts[name, role.layout.tp].stages(role.shape, role.layout), **known[name].totals
+            role,
+            _stages(parts[name, role.layout.tp], role.shape, role.layout),
+            **known[name].totals,
         )
         for name, role in models.items()
     }
+
+
+@cache
+def _stages(
+    parts: LayerSizes, shape: ModelShape, layout: TrainLayout
+) -> tuple[tuple[ChunkSize, ...], ...]:
+    """As `LayerSizes.stages`: a search asks for a layout with dozens of other keys."""
+    return parts.stages(shape, layout)
 
 
 def _in_parts(role: Role, tp: int) -> Role:
@@ -151,8 +165,8 @@ def _parts_of(size: ModelSize) -> LayerSizes:
 
 
 def _times(part: ChunkSize, number: int) -> ChunkSize:
-    return ChunkSize(*(number * value for value in astuple(part)))
+    return ChunkSize(*(number * value for value in _values(part)))
 
 
 def _sum(parts: Sequence[ChunkSize]) -> ChunkSize:
-    return ChunkSize(*map(sum, zip(*map(astuple, parts), strict=True)))
+    return ChunkSize(*map(sum, zip(*map(_values, parts), strict=True)))

@@ -7,7 +7,8 @@ The seconds of a reshard are known only then: they are a thousandth of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -16,7 +17,7 @@ from typing import Literal
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.placement.roles import resolve
+from megarl.placement.roles import RoleName, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
 from megarl.plan.candidates import (
     Overlay,
@@ -28,7 +29,7 @@ from megarl.plan.candidates import (
 )
 from megarl.plan.estimate import Estimate, Estimator, Needs, needs_of
 from megarl.plan.fit import HOST
-from megarl.plan.layer_sizes import layer_sizes
+from megarl.plan.layer_sizes import LayerSizes, layer_sizes
 from megarl.plan.model_size import resized, sizes_of
 from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.preflight.layout_checks import reshard_errors
@@ -89,7 +90,7 @@ def search(
     if side == "engine" and not sampled:
         problem = f"{side}, but {recipe.algorithm.name} learns from the data's answers and samples nothing"
         raise UserError("--search", problem, "give it train")
-    recipe_plan = make_plan(recipe, hardware, response_share)
+    recipe_plan = make_plan(recipe, hardware, response_share, in_full=False)
     estimator = Estimator(
         recipe_plan.recipe,
         hardware,
@@ -106,7 +107,10 @@ def search(
     if side == "both":
         engine_phases = ENGINE_PHASES
         train_phases = frozenset({*recipe_plan.memory.device, HOST}) - ENGINE_PHASES
-    best_engines = _best_engines(estimator, engines, engine_phases)
+    with ThreadPoolExecutor(1) as builder:  # whose subprocess works meanwhile
+        parts = builder.submit(_parts, estimator, trains)
+        best_engines = _best_engines(estimator, engines, engine_phases)
+        estimator.parts = parts.result()
     best_trains = _best_trains(estimator, trains, train_phases)
     estimates = [
         estimator.estimate(engine | train)
@@ -160,20 +164,26 @@ def _with_shares(estimator: Estimator, layout: Overlay) -> Iterator[Estimate]:
             return
 
 
-def _best_trains(
-    estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None
-) -> list[Overlay]:
-    """The best of each kind next to the recipe's engines; phases: that must fit. Their parts become the estimator's.
-
-    All are ordered by about what they take; memory is counted in full for the fastest, until enough of them fit.
-    """
+def _parts(
+    estimator: Estimator, layouts: Sequence[Overlay]
+) -> Mapping[tuple[RoleName, int], LayerSizes]:
+    """The parts of all models that training layouts are made of."""
     if not layouts:
-        return []
+        return {}
     models = resolve(estimator.recipe).models
     tps = {layout["train"]["tp"] for layout in layouts} | {
         role.layout.tp for role in models.values()
     }
-    estimator.parts = layer_sizes(models, sorted(tps))
+    return layer_sizes(models, sorted(tps))
+
+
+def _best_trains(
+    estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None
+) -> list[Overlay]:
+    """The best of each kind next to the recipe's engines; phases: that must fit.
+
+    All are ordered by about what they take; memory is counted in full for the fastest, until enough of them fit.
+    """
     by_offload: dict[bool, list[tuple[float, Overlay]]] = {False: [], True: []}
     for layout in layouts:
         for overlay in train_variants(estimator.recipe, layout):
@@ -250,6 +260,12 @@ def _planned(recipe_plan: RunPlan, estimates: Sequence[Estimate]) -> list[Found]
             name: replace(size, **recipe_plan.sizes[name].totals)
             for name, size in next(built).items()
         }
-        plan = make_plan(estimate.recipe, recipe_plan.hardware, recipe_plan.response_share, exact)
+        plan = make_plan(
+            estimate.recipe,
+            recipe_plan.hardware,
+            recipe_plan.response_share,
+            exact,
+            in_full=False,
+        )
         layouts.append(Found(changes(estimate.overlay, tree), plan))
     return sorted(layouts, key=lambda row: row.plan.step.total_s)

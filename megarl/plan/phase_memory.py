@@ -122,15 +122,18 @@ def plan_memory(
     )
 
 
-def least_training_bytes(sizes: ModelSizes, micro_batches: int) -> int:
-    """A lower bound of what the fullest GPU holds while a model learns: that model's rank alone."""
-    trained = [size for size in sizes.values() if size.trains]
+def cannot_train(sizes: ModelSizes, micro_batches: int, memory_bytes: int) -> bool:
+    """Whether a GPU of so much memory holds less than some model's rank alone while it learns."""
     ranks = [
         _StageRank(size, stage, micro_batches)
-        for size in trained
+        for size in sizes.values()
+        if size.trains
         for stage in range(size.layout.pp)
     ]
-    return max((rank.parts + rank.at_work).total_bytes for rank in ranks)
+    # what computes is counted last, because it takes longest
+    return any(rank.parts.total_bytes > memory_bytes for rank in ranks) or any(
+        (rank.parts + rank.at_work).total_bytes > memory_bytes for rank in ranks
+    )
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class ReshardPlan:
     a GPU receives where every rank gathers every weight in the model's type and keeps its part (verl's way).
 
     bound_s, gather_bound_s: see `bound_s` and `gather_bound_s`. expected_s: see `expected_s`. rounds: of at most
-    reshard.round_bytes in flight, as far as `_WATCHED` members tell.
+    reshard.round_bytes in flight, as far as `_WATCHED` members tell; 0 where they were not asked for.
     """
 
     dest_bytes: Spread
@@ -58,7 +58,7 @@ class ReshardPlan:
     gather_bound_s: float
 
 
-def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
+def plan_reshard(roles: Roles, hardware: Hardware, *, counts_rounds: bool = True) -> ReshardPlan:
     """The traffic of a step's reshard, and its seconds. Raises UserError as `weight_maps` does.
 
     Where engines get adapters on their own it has these alone; the frozen weights travel once, as the run starts.
@@ -86,7 +86,7 @@ def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
         fabric_in_bytes=Spread.of(traffic.fabric_in[wanting]),
         fabric_out_bytes=Spread.of(traffic.fabric_out),
         gather_everything_bytes=Spread.of(gathered),
-        rounds=_num_rounds(sources, targets, traffic, roles),
+        rounds=_num_rounds(sources, targets, traffic, roles) if counts_rounds else 0,
         bound_s=bound_s(traffic, node, hardware),
         expected_s=expected_s(traffic, hardware),
         gather_bound_s=gather_bound_s(float(gathered.max()), members, node, hardware),

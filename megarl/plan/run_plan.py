@@ -130,10 +130,13 @@ def make_plan(
     hardware: Hardware,
     response_share: float = MEAN_RESPONSE_SHARE,
     sizes: ModelSizes | None = None,
+    *,
+    in_full: bool = True,
 ) -> RunPlan:
     """Plan a recipe. Raises UserErrors where keys or layouts are wrong; memory that does not fit is in the plan.
 
-    sizes: of all models, where they are known already.
+    sizes: of all models, where they are known already. in_full: with advice, for which other values of
+    keys are tried, and with the rounds of a reshard; a search needs neither.
     """
     if errors := size_errors(recipe):
         raise UserErrors(errors)
@@ -142,9 +145,8 @@ def make_plan(
     if errors := plan_errors(roles):
         raise UserErrors(errors)
     sizes = sizes or sizes_of([roles.models], whole=True)[0]
-    policy = sizes["policy"]
     samples = step_samples(recipe, response_share)
-    reshard = plan_reshard(roles, hardware)
+    reshard = plan_reshard(roles, hardware, counts_rounds=in_full)
     shares: dict[RoleName, RankWork] = {
         role: share_of(size.recipe, size.shape, size.layout, samples)
         for role, size in sizes.items()
@@ -154,15 +156,7 @@ def make_plan(
     memory = with_errors(recipe, hardware, sizes, tries.memory)
     phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
     rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
-    hints = [
-        *advice(recipe, policy.layout, recipe.rollout.engine.count, samples),
-        *timeout_advice(recipe, rollout.longest_s(roles.engines.count)),
-    ]
-    if not recipe.rollout.engine.external:
-        hints += cache_advice(recipe, policy.shape, memory, tries.engines)
-    if not (memory.errors or recipe.rollout.engine.external):
-        may_be_ahead = bool(roles.unshared_engines)
-        hints += phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)
+    hints = _advice(roles, tries, memory, rollout) if in_full else []
     return RunPlan(
         recipe=recipe,
         hardware=hardware,
@@ -180,6 +174,21 @@ def make_plan(
         learning=learning,
         step=others.with_rollout(rollout),
     )
+
+
+def _advice(roles: Roles, tries: _Tries, memory: MemoryPlan, rollout: RolloutTime) -> list[str]:
+    recipe = roles.recipe
+    policy = tries.sizes["policy"]
+    hints = [
+        *advice(recipe, policy.layout, recipe.rollout.engine.count, tries.samples),
+        *timeout_advice(recipe, rollout.longest_s(roles.engines.count)),
+    ]
+    if not recipe.rollout.engine.external:
+        hints += cache_advice(recipe, policy.shape, memory, tries.engines)
+    if not (memory.errors or recipe.rollout.engine.external):
+        may_be_ahead = bool(roles.unshared_engines)
+        hints += phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)
+    return hints
 
 
 @dataclass(frozen=True)

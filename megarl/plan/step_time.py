@@ -16,7 +16,7 @@ from megarl.config.hardware import Hardware
 from megarl.placement.recomputation import recomputed_parts
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.plan.batch import RankWork, Samples
-from megarl.plan.layer_time import RankLayers
+from megarl.plan.layer_time import HIDDEN_SHARE, RankLayers, overlaps_of
 from megarl.plan.model_size import ModelSize, ModelSizes
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.rollout_time import RolloutTime
@@ -88,7 +88,8 @@ class ComputingModel:
     recomputed: parts of the layers that each pipeline rank computes again in the backward pass. takes_turns: its GPUs'
     memory changes hands.
     parameters: of the whole model that are trained. frozen_bytes: of the weights, where adapters are trained; 0
-    otherwise. expert_grads_bytes: of grads_bytes, those of experts, which have other replicas.
+    otherwise. expert_grads_bytes: of grads_bytes, those of experts, which have other replicas. sums_beside: gradients
+    are summed beside the backward pass of an update's last micro-batch.
     """
 
     layers: RankLayers
@@ -103,6 +104,7 @@ class ComputingModel:
     parameters: int
     frozen_bytes: float = 0.0
     expert_grads_bytes: float = 0.0
+    sums_beside: bool = False
 
     @property
     def hardware(self) -> Hardware:
@@ -145,9 +147,8 @@ class ComputingModel:
 
     def _part_s(self, part: RecomputedPart) -> float:
         layers = self.layers
-        lengths = self.samples.lengths
-        flops = module_forward_flops(layers.shape, lengths).get(part, 0.0)
-        exchanges_s = layers.part_s(part, float(lengths.sum()) / layers.layout.dp)
+        flops = module_forward_flops(layers.shape, self.samples.lengths).get(part, 0.0)
+        exchanges_s = layers.part_s(part, self._rank_tokens)
         experts = self.weights_bytes * self.expert_grads_bytes / max(1.0, self.grads_bytes)
         each = layers.part_micro_batch_s(part, experts)
         seconds = (flops / self._reached + exchanges_s) / self.share.balance
@@ -162,21 +163,48 @@ class ComputingModel:
     def _mean_stage_s(self, forwards: int, backwards: int) -> float:
         """So many passes of the ranks of a mean pipeline stage, without the bubble.
 
-        Products: FLOPs over what all ranks reach. The backward pass costs two forward passes (gradients of inputs and
-        of weights), or one where the weights are frozen; adapters' own products are not counted. Exchanges and
-        micro-batches: `RankLayers`.
+        Products, exchanges less what is hidden of them, and each micro-batch, with what it costs in `RankLayers`.
         """
         share = self.share
         layers = self.layers
-        lengths = self.samples.lengths
-        each_backward = 1 if self.frozen_bytes else TRAIN_OVER_FORWARD - 1
-        passes = forwards + backwards * each_backward
-        flops = passes * total_forward_flops(layers.shape, lengths)
-        exchanges = layers.exchanges(float(lengths.sum()) / layers.layout.dp)
+        exchanges = layers.exchanges(self._rank_tokens)
         exchanges_s = exchanges.total(forwards, backwards)
+        if layers.overlaps:
+            exchanges_s -= self._hidden_s(exchanges.experts, forwards, backwards)
         each = layers.micro_batch_s(self.weights_bytes, self.grads_bytes, forwards, backwards)
-        seconds = (flops / self._reached + exchanges_s) / share.balance
+        seconds = (self._products_s(forwards, backwards) + exchanges_s) / share.balance
         return seconds + share.updates * share.micro_batches * each
+
+    @property
+    def _rank_tokens(self) -> float:
+        """Of the step's samples, the tokens of each data-parallel rank."""
+        return float(self.samples.lengths.sum()) / self.layers.layout.dp
+
+    def _products_s(self, forwards: int, backwards: int) -> float:
+        """FLOPs over what all ranks reach."""
+        flops = total_forward_flops(self.layers.shape, self.samples.lengths)
+        return self._passes(forwards, backwards) * flops / self._reached
+
+    def _passes(self, forwards: int, backwards: int) -> int:
+        """As many forward passes cost as much: the backward pass two (gradients of inputs and of weights).
+
+        One where the weights are frozen; adapters' own products are not counted.
+        """
+        return forwards + backwards * (1 if self.frozen_bytes else TRAIN_OVER_FORWARD - 1)
+
+    def _hidden_s(self, experts_s: float, forwards: int, backwards: int) -> float:
+        """Of so many passes, what the step does not wait for; experts_s: of one exchange with experts, and back."""
+        layers = self.layers
+        exchanged_s = (forwards + backwards) * experts_s
+        if "experts" in layers.overlaps:
+            # a pass without gradients goes through Megatron's plain schedule
+            beside_s = self._products_s(forwards, backwards) if backwards else 0.0
+            hidden_s = HIDDEN_SHARE * min(exchanged_s, beside_s)
+            return layers.paired_share(self.share.micro_batches) * hidden_s
+        flops = module_forward_flops(layers.shape, self.samples.lengths)["shared_experts"]
+        sums_s = (forwards + backwards) * layers.part_s("shared_experts", self._rank_tokens)
+        shared_s = self._passes(forwards, backwards) * flops / self._reached + sums_s
+        return HIDDEN_SHARE * min(exchanged_s, shared_s)
 
     @property
     def memory_s(self) -> float:
@@ -187,18 +215,22 @@ class ComputingModel:
 
     @property
     def gradients_s(self) -> float:
-        """Gradients summed into shards and weights gathered again, once an update and not hidden behind anything.
+        """Gradients summed into shards and weights gathered again, once an update; only the sums can be hidden.
 
         A ring of n ranks moves (n - 1) / n of each (Rabenseifner 2004); experts have replicas of their own.
         """
         layout = self.layers.layout
         of_experts = self.expert_grads_bytes
-        # there as gradients, back as weights
-        round_trip = 1 + self.trained_bytes / max(1.0, self.grads_bytes)
         replicas = layout.dp * layout.cp
         of_others = (self.grads_bytes - of_experts) * (1 - 1 / replicas)
         volume = of_experts * (1 - 1 / layout.edp) + of_others
-        return round_trip * volume / self.layers.link_per_s(layout.world_size)
+        sums_s = volume / self.layers.link_per_s(layout.world_size)
+        # there as gradients, back as weights
+        weights_s = sums_s * self.trained_bytes / max(1.0, self.grads_bytes)
+        if self.sums_beside:
+            passes = self.share.updates * self.share.micro_batches
+            sums_s -= HIDDEN_SHARE * min(sums_s, self._products_s(0, 1) / passes)
+        return sums_s + weights_s
 
     @property
     def optimizer_s(self) -> float:
@@ -233,9 +265,18 @@ def step_times(
     node = recipe.placement.gpus_per_node
     models: dict[RoleName, ComputingModel] = {}
     for role, size in sizes.items():
-        is_flex = size.recipe.train.megatron.get("moe_token_dispatcher_type") == "flex"
-        shares_of_cp = shares[role].cp_shares
-        layers = RankLayers(size.shape, size.layout, hardware, node, is_flex, shares_of_cp)
+        megatron = size.recipe.train.megatron
+        is_flex = megatron.get("moe_token_dispatcher_type") == "flex"
+        overlaps = overlaps_of(megatron) if size.shape.num_experts else frozenset()
+        layers = RankLayers(
+            shape=size.shape,
+            layout=size.layout,
+            hardware=hardware,
+            gpus_per_node=node,
+            deepep=is_flex,
+            overlaps=overlaps,
+            cp_shares=shares[role].cp_shares,
+        )
         models[role] = _computing(size, layers, samples, shares[role], roles.shared_slots)
     learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"])}
     score_s = critic_s = 0.0
@@ -288,6 +329,7 @@ def _computing(
         parameters=size.adapter_parameters or size.parameters,
         frozen_bytes=frozen * size.weight_bytes,
         expert_grads_bytes=sum(chunk.expert for chunk in size.stages[fullest]) * GRADIENT_BYTES,
+        sums_beside=train.ddp.get("overlap_grad_reduce", True),
     )
 
 

@@ -21,8 +21,6 @@ _MEGATRON = (
     "fp8",
     "fp4",
     "cpu_offloading",
-    "delay_wgrad_compute",
-    "tp_comm_overlap",
     "fine_grained_activation_offloading",  # frees what the adapters of experts have saved
 )
 # of batches that SGLang cuts in two

@@ -25,7 +25,7 @@ from tests.parallel.gradients import (
     whole,
 )
 from tests.parallel.precision import within
-from tests.parallel.test_parity import LAYOUTS, LOSSES, RECOMPUTE
+from tests.parallel.test_parity import LAYOUTS, LOSSES, RECOMPUTE, in_pairs
 from tests.parallel.worlds import (
     ragged,
     recipe,
@@ -89,6 +89,12 @@ def test_recomputed_activations_change_nothing(paths: Any, one_rank: Any) -> Non
     """In one stage too, where the input of the first layer is an embedding that is frozen."""
     family, layout = "deepseek-v3", TrainLayout(2, 1, 1, 2)
     check(run(paths[family], layout, **RECOMPUTE["full"]), layout, one_rank[family])
+
+
+def test_experts_exchange_under_other_micro_batches_products(paths: Any, one_rank: Any) -> None:
+    family, layout = "deepseek-v3", LAYOUTS["tp2 vpp2 ep2"]
+    run_recipe = lora_recipe(paths[family], layout, grad_clip=1.0, weight_decay=0.1, **LOSSES)
+    check(run_world(run_recipe, in_pairs, adapters.train), layout, one_rank[family])
 
 
 @pytest.mark.nightly

@@ -33,7 +33,7 @@ def errors(**train: Any) -> list[UserError]:
         ("megatron", "fp8", "does not pad packed rows"),
         ("megatron", "fp8_param", "does not pad packed rows"),
         ("ddp", "overlap_grad_reduction", "did you mean overlap_grad_reduce"),
-        ("ddp", "overlap_param_gather", "megarl relies on its value"),
+        ("ddp", "overlap_param_gather", "before they are all gathered"),
         ("ddp", "use_distributed_optimizer", "megarl relies on its value"),
         ("optimizer", "adam_beta", "did you mean adam_beta"),
         ("optimizer", "lr", "other keys of the recipe decide it"),

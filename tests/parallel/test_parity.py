@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -202,6 +205,61 @@ def test_gradients_that_are_summed_while_others_are_computed(
         layout,
         expected,
     )
+
+
+def in_pairs(trainer: Any, work: Callable[..., Any], *args: Any) -> Any:
+    """With Megatron's combined 1F1B, which Megatron itself refuses to types other than bfloat16."""
+    from megarl.parallel.paired_passes import ChunkPass
+
+    trainer._model.chunks[0].config.overlap_moe_expert_parallel_comm = True
+    with patch.object(ChunkPass, "run", wraps=ChunkPass.run) as pair:
+        results = work(trainer, *args)
+    assert any(None not in call.args for call in pair.call_args_list)
+    return results
+
+
+@pytest.mark.parametrize("name", ["ep2", "tp2 vpp2 ep2"])
+def test_experts_exchange_under_other_micro_batches_products(
+    one_rank: dict[str, Any], name: str
+) -> None:
+    """Unverified on a GPU.
+
+    parallel/paired_passes.py ChunkPass: on a CPU there is one stream. On a GPU tensors of one stream are read and
+    freed by the other, and TransformerEngine's layers save and release their own. To check first: this test, also
+    with `train.megatron.moe_token_dispatcher_type: flex`, ten times; then that a profile has exchanges under products.
+    """
+    layout = LAYOUTS[name]
+    path, expected = one_rank["qwen3-moe"]
+    options = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5_000}}
+    check(
+        run(path, "qwen3-moe", layout, partial(in_pairs, work=train), **options), layout, expected
+    )
+
+
+def test_parts_are_computed_again_in_pairs_of_passes(one_rank: dict[str, Any]) -> None:
+    """Of DeepSeek-V3, whose layers of multi-token prediction are frozen with it."""
+    path, _ = one_rank["deepseek-v3"]
+    layout = LAYOUTS["tp2 vpp2 cp2 ep2"]
+    settings = SETTINGS["deepseek-v3"] | {"mtp_loss": 0.0}
+    parts = {"layernorm": 2, "mla_up_proj": 1, "mlp": 2, "shared_experts": 2}
+    alone, paired = (
+        recipe(path, each, grad_clip=1.0, weight_decay=0.1, recompute=again, **settings)
+        for each, again in ((ONE_RANK, {}), (layout, parts))
+    )
+    (expected,) = run_world(alone, train)
+    check(run_world(paired, in_pairs, train), layout, expected)
+
+
+@pytest.mark.parametrize("name", ["ep2", "tp2 vpp2 ep2"])
+def test_shared_experts_run_beside_an_exchange(one_rank: dict[str, Any], name: str) -> None:
+    """Unverified on a GPU.
+
+    placement/overlaps.py SHARED_EXPERTS: on a CPU there is one stream. To check first: this test, ten times.
+    """
+    layout = LAYOUTS[name]
+    path, expected = one_rank["deepseek-v3"]
+    options = {"megatron": {"moe_shared_expert_overlap": True}}
+    check(run(path, "deepseek-v3", layout, **options), layout, expected)
 
 
 def train_unevenly(trainer: Any) -> dict[str, Any]:

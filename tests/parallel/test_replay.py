@@ -22,7 +22,7 @@ from tests.parallel.gradients import (
     uneven_part,
 )
 from tests.parallel.precision import within
-from tests.parallel.test_parity import RECOMPUTE
+from tests.parallel.test_parity import RECOMPUTE, in_pairs
 from tests.parallel.worlds import (
     assigned,
     numbers,
@@ -47,7 +47,9 @@ LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
         TrainLayout(4, 1, 1, 4, max_cp=4),
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
     ),
+    "tp2 vpp2 ep2, passes in pairs": (TrainLayout(4, 2, 2, 2, vpp=2), {}),
 }
+IN_PAIRS = {"tp2 vpp2 ep2, passes in pairs"}
 
 
 def sampled(family: str) -> list[TrainSequence]:
@@ -77,6 +79,10 @@ def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
         taken = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
     metrics, choices = [numbers(step) for step in taken], [step[DIFFERING_SHARE] for step in taken]
     return {"gaps": numbers(diffs), "metrics": metrics, "choices": choices, "learning": learning}
+
+
+def replay_in_pairs(trainer: Any, family: str) -> dict[str, Any]:
+    return in_pairs(trainer, replay_engine, family)
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
@@ -109,6 +115,7 @@ def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -
         ("deepseek-v3", "tp2 cp2 ep4, selective recompute"),
         ("deepseek-v3", "tp2 vpp2 cp2 ep2"),
         ("deepseek-v3", "cp auto ep4, selective recompute"),
+        ("deepseek-v3", "tp2 vpp2 ep2, passes in pairs"),
     ],
     indirect=["family"],
 )
@@ -122,7 +129,8 @@ def test_the_engines_experts_in_every_layout(
     router.
     """
     layout, options = LAYOUTS[name]
-    ranks = run_world(recipe(path, layout, aux_loss=0.02, megatron=options), replay_engine, family)
+    work = replay_in_pairs if name in IN_PAIRS else replay_engine
+    ranks = run_world(recipe(path, layout, aux_loss=0.02, megatron=options), work, family)
     for metrics, expected in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
         assert metrics == pytest.approx(expected, rel=within(1e-4))
     for choices, expected in zip(ranks[-1]["choices"], one_rank["choices"], strict=True):

@@ -304,6 +304,16 @@ def test_1f1b_has_fewer_in_flight_on_later_stages(stage: int) -> None:
     assert in_flight(layout, stage, 2) == [min(2, 4 - stage)]
 
 
+def test_a_pass_beside_anothers_pass_back_keeps_one_micro_batch_more() -> None:
+    """Megatron's combined 1F1B; never more than an update has."""
+    layout = TrainLayout(8, 1, 2, 4, vpp=2)
+    plain, ahead = (in_flight(layout, 0, plans.MANY, ahead=ahead) for ahead in (False, True))
+    assert sum(ahead) == sum(plain) + 1
+    one_stage = TrainLayout(8, 1, 1, 8)
+    assert in_flight(one_stage, 0, plans.MANY, ahead=True) == [2]
+    assert in_flight(one_stage, 0, 1, ahead=True) == [1]
+
+
 def test_interleaved_chunks_take_turns() -> None:
     """PP 2, VPP 2: rank 0 warms up with 2 (2 - 0 - 1) + 2 = 4 units and runs the fifth: chunks 0 0 1 1 0."""
     layout = TrainLayout(2, 1, 2, 1, vpp=2)

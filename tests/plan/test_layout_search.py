@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.config.loading import load_recipe, overlaid, overlay_yaml
 from megarl.model.shape import ModelShape
+from megarl.placement.overlaps import PAIRED_PASSES
 from megarl.placement.recomputation import ladder, recomputed_parts
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
@@ -112,6 +114,21 @@ def test_what_is_found_fits_and_is_faster(result: SearchResult) -> None:
         for row in result.found
         if "fp8" in row.needs
     )
+
+
+@pytest.mark.slow
+def test_layouts_in_which_an_overlap_is_refused_are_left_out(
+    recipe: Recipe, estimator: Estimator
+) -> None:
+    paired = overlaid(recipe, {"train": {"megatron": {PAIRED_PASSES: True}}})
+    layouts = list(train_overlays(paired))
+    assert layouts and all(layout["train"]["ep"] > 1 for layout in layouts)
+    variants = [variant for layout in layouts for variant in train_variants(paired, layout)]
+    of_pairs = replace(estimator, recipe=paired)
+    allowed = [variant for variant in variants if of_pairs.rough_train_s(variant) is not None]
+    assert allowed
+    for variant in allowed:
+        assert not {"layer", "moe"} & overlaid(paired, variant).train.recompute.keys()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from megarl.config.hardware import load_hardware
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan import step_time
 from megarl.plan.batch import RankWork, Samples
-from megarl.plan.layer_time import RankLayers
+from megarl.plan.layer_time import HIDDEN_SHARE, Overlap, RankLayers
 from megarl.plan.rollout_time import NO_ROLLOUT
 from megarl.plan.step_time import ComputingModel, TrainTime
 from megarl.training.flops import module_forward_flops, train_work
@@ -68,6 +68,43 @@ def test_the_stage_that_computes_most_again_sets_the_pace_unless_it_has_fewer_la
     assert replace(first, layers=shorter).updates_s < first.updates_s
 
 
+def hiding(overlap: Overlap, **shape: int) -> ComputingModel:
+    of_shape = replace(SHAPE, **shape)
+    return replace(MODEL, layers=replace(LAYERS, shape=of_shape, overlaps=frozenset({overlap})))
+
+
+def without(model: ComputingModel) -> ComputingModel:
+    return replace(model, layers=replace(model.layers, overlaps=frozenset()))
+
+
+def test_exchanges_of_experts_are_hidden_behind_products_where_passes_are_paired() -> None:
+    """Two of the first stage's four micro-batches are alone; nothing is hidden without a backward pass."""
+    model = hiding("experts")
+    shorter = min(
+        2 * LAYERS.exchanges(8 * 100 / 4).experts,
+        8 * train_work(SHAPE)(100) / (16 * 989.4e12 * CARD.compute_share),
+    )
+    hidden = 1.25 * HIDDEN_SHARE * 0.5 * shorter / 0.8
+    assert without(model).updates_s - model.updates_s == pytest.approx(hidden)
+    assert model.forward_s == without(model).forward_s
+
+
+def test_shared_experts_are_hidden_behind_their_layers_exchange_in_every_pass() -> None:
+    model = hiding("shared_experts", num_shared_experts=1)
+    layers = model.layers
+    tokens = 8 * 100 / 4
+    reached = 16 * 989.4e12 * CARD.compute_share
+    products = module_forward_flops(layers.shape, SAMPLES.lengths)["shared_experts"] / reached
+    for passes, backwards, seconds in ((1, 0, "forward_s"), (3, 1, "updates_s")):
+        times = 1 + backwards
+        shared = passes * products + times * layers.part_s("shared_experts", tokens)
+        hidden = HIDDEN_SHARE * min(times * layers.exchanges(tokens).experts, shared)
+        gained = getattr(without(model), seconds) - getattr(model, seconds)
+        assert gained == pytest.approx(1.25 * hidden / 0.8)
+    plain = hiding("shared_experts")
+    assert plain.updates_s == without(plain).updates_s
+
+
 def test_all_stages_wait_for_the_one_with_the_most_layers() -> None:
     layout = replace(LAYOUT, stage_layers=(6, 4))
     uneven = replace(MODEL, layers=replace(LAYERS, layout=layout))
@@ -109,6 +146,18 @@ def test_gradients_of_experts_are_summed_over_their_own_replicas() -> None:
     assert MODEL.gradients_s == pytest.approx(1.5 * volume / 45e9)
     in_a_node = replace(MODEL, layers=replace(LAYERS, gpus_per_node=16))
     assert in_a_node.gradients_s == pytest.approx(1.5 * volume / 160e9)
+
+
+def test_sums_of_gradients_are_hidden_behind_the_last_backward_pass_and_weights_are_not() -> None:
+    """Of 2 updates with 4 micro-batches each, whose backward passes are two thirds of the products."""
+    products = 8 * train_work(SHAPE)(100) / (16 * 989.4e12 * CARD.compute_share)
+    hidden = HIDDEN_SHARE * products * 2 / 3 / 8
+    beside = replace(MODEL, sums_beside=True)
+    assert MODEL.gradients_s - beside.gradients_s == pytest.approx(hidden)
+    long = replace(beside, samples=replace(SAMPLES, responses=SAMPLES.responses * 10**6))
+    assert MODEL.gradients_s - long.gradients_s == pytest.approx(
+        HIDDEN_SHARE * MODEL.gradients_s / 1.5
+    )
 
 
 def test_an_optimizer_on_the_host_crosses_pcie_and_is_not_moved() -> None:

@@ -15,15 +15,23 @@ STAGES = (16, 15, 15, 15)
 
 
 def errors(folder: Path, device: str = "cpu", **train: Any) -> list[str]:
-    recipe = plans.recipe(folder, "deepseek-v3", 32, pp=4, ep=8, layers_per_stage=STAGES, **train)
+    keys = {"pp": 4, "ep": 8, "layers_per_stage": STAGES} | train
+    recipe = plans.recipe(folder, "deepseek-v3", 32, **keys)
     return [str(error) for error in megatron_errors(resolve(recipe).policy, device)]
 
 
 def test_each_stage_is_asked_and_the_same_answer_is_told_once(tmp_path: Path) -> None:
+    graphs = {"cuda_graph_impl": "local"}
+    (error,) = errors(tmp_path, recompute={"layer": 2, "layernorm": 1}, megatron=graphs)
+    assert "full recompute is only supported" in error
+    assert errors(tmp_path, recompute={"moe": 2, "layernorm": 1}, megatron=graphs) == []
+
+
+def test_shared_experts_of_a_later_stage_do_not_run_beside_an_exchange(tmp_path: Path) -> None:
     overlap = {"moe_shared_expert_overlap": True}
     keys = {"layer": 1, "shared_experts": 3, "layernorm": 2}
     (error,) = errors(tmp_path, recompute=keys, megatron=overlap)
-    assert "shared_experts recompute cannot work" in error
+    assert error.startswith("train.megatron.moe_shared_expert_overlap: ")
     assert errors(tmp_path, recompute={"layer": 4}, megatron=overlap) == []
 
 
@@ -35,3 +43,12 @@ def test_an_activation_function_is_computed_again_with_transformer_engine_alone(
 ) -> None:
     told = errors(tmp_path, device, recompute={"layer": 1, "moe_act": 4})
     assert [line.split(": ")[0] for line in told] == expected
+
+
+def test_megatron_takes_passes_in_pairs(tmp_path: Path) -> None:
+    pairs = {"overlap_moe_expert_parallel_comm": True}
+    again = {"layernorm": 2, "mla_up_proj": 2, "moe_act": 1, "mlp": 2, "shared_experts": 2}
+    keys = {"pp": 2, "vpp": 2, "megatron": pairs, "recompute": again}
+    assert errors(tmp_path, "cuda", **keys) == []
+    (error,) = errors(tmp_path, "cuda", **keys, mtp_loss=0.1)
+    assert error.startswith("train.megatron.overlap_moe_expert_parallel_comm: ")
