@@ -2,11 +2,12 @@
 
 The two take turns, step by step, so that other work of the machine affects both. Prints tokens per second of each,
 the ratio (median over pairs of steps), and the share of the GPUs' peak where it is known. Losses and gradient norms of
-every step must agree, or the bench fails. With --guard the other one is megarl's own step without the search for silent
-faults, which compares replicas and looks for numbers that are not finite. With --old-logprobs it is a step of --updates
-updates before which all old log-probabilities are computed, and not those alone which that setting needs. With
---cp-auto rows are split by their length over up to --longest / --budget data-parallel ranks, and the other one splits
-all rows over so many, as a fixed train.cp would: both have --budget tokens on a rank.
+every step must agree, or the bench fails. With --without the other one is megarl's own step without the comparison of
+replicas (run.compare_replicas_every), or without all of the search for silent faults, which also looks for numbers that
+are not finite. With --old-logprobs it is a step of --updates updates before which all old log-probabilities are
+computed, and not those alone which that setting needs. With --cp-auto rows are split by their length over up to
+--longest / --budget data-parallel ranks, and the other one splits all rows over so many, as a fixed train.cp would:
+both have --budget tokens on a rank.
 """
 
 from __future__ import annotations
@@ -110,10 +111,14 @@ def cross_entropy(
 
 
 @contextmanager
-def unguarded(trainer: Any) -> Iterator[None]:
-    """Train without looking for silent faults inside the block."""
+def without(what: str, trainer: Any) -> Iterator[None]:
+    """Train inside the block without comparing replicas, or without any search for silent faults."""
     finiteness = trainer._model.finiteness
     with ExitStack() as stack:
+        if what == "comparison":
+            stack.enter_context(patch.object(trainer._guard, "_every", None))
+            yield
+            return
         for owner, name in (
             (trainer._guard, "check"),
             (finiteness, "_see"),
@@ -223,8 +228,8 @@ def work(
 
     ours = partial(step_of, num_own)
 
-    def without_guard() -> tuple[float, float]:
-        with unguarded(trainer):
+    def with_less() -> tuple[float, float]:
+        with without(other.removeprefix("without_"), trainer):
             return ours()
 
     contenders: dict[str, Callable[[], tuple[float, float]]] = {"megarl": ours}
@@ -237,7 +242,7 @@ def work(
         fixed_parts = parts_of(plan_of(layout.max_cp), sequences, dp_rank, layout.max_cp)
         contenders[other] = partial(step_of, num_own, fixed_parts)
     else:
-        contenders[other] = without_guard
+        contenders[other] = with_less
     seconds = timed(contenders, steps)
     kept = {name: times[WARM_UP:] for name, times in seconds.items()}
     tokens = sum(update.tokens for update in plans)
@@ -313,7 +318,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a micro-batch")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--guard", action="store_true", help="the search for silent faults alone")
+    parser.add_argument("--without", choices=["guard", "comparison"], help="its cost alone")
     parser.add_argument("--old-logprobs", choices=["train", "engine"], help="their pass alone")
     parser.add_argument("--cp-auto", action="store_true", help="rows split by their length")
     parser.add_argument("--updates", type=int, default=4, help="of a step with --old-logprobs")
@@ -333,7 +338,7 @@ def main() -> None:
         write_model(Path(folder), args.layers, args.hidden, args.vocab)
         recipe = make_recipe(folder, args)
         sequences = make_sequences(args.samples, args.longest, args.vocab)
-        other = "unguarded" if args.guard else "bare"
+        other = f"without_{args.without}" if args.without else "bare"
         updates = num_own = 1
         if args.cp_auto:
             other = "fixed_cp"

@@ -25,3 +25,5 @@ def test_a_run_on_two_ranks() -> None:
     assert shorter["whole_pass_tokens_per_s"] > 0
     by_length = figures("train", f"{small} --gpus 4 --cp-auto --budget 16")
     assert by_length["fixed_cp_tokens_per_s"] > 0
+    uncompared = figures("train", f"{small} --gpus 2 --without comparison")
+    assert uncompared["without_comparison_tokens_per_s"] > 0
