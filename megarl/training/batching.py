@@ -174,15 +174,11 @@ def plan_updates(
         tokens = sum(ref.length for ref in refs)
         trained = sum(ref.tokens for ref in refs)
         denominator = denominator_of(aggregation, trained, len(part), longest_response)
-        longest = _padded(max(ref.length for ref in refs), align)
-        if longest > max_cp * token_budget:
-            raise ValueError(
-                f"a sample of {longest} tokens exceeds the micro-batch budget of {max_cp * token_budget}"
-            )
+        _check_longest(_padded(max(ref.length for ref in refs), align), max_cp * token_budget)
         load = _Load.of(part, work, align, token_budget)
         # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
         width = max_cp if load.tokens.max() > max_cp * token_budget else 1
-        shares = _fastest(
+        hands = _fastest(
             _loads(load, dp // width, work, align, width * token_budget, max_cp // width),
             dp // width,
             multiple,
@@ -190,11 +186,15 @@ def plan_updates(
             bubble_micro_batches,
             width * work(MICRO_BATCH_TOKENS),
         )
-        shares = tuple(_split_over(width, hand) for hand in shares for _ in range(width))
         correct = sum(ref.tokens for ref in refs if ref.is_correct)
         has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
-        plans.append(Update(shares, denominator, tokens, trained, correct, has_turns))
+        plans.append(Update(_each(width, hands), denominator, tokens, trained, correct, has_turns))
     return plans
+
+
+def _check_longest(tokens: int, budget: int) -> None:
+    if tokens > budget:
+        raise ValueError(f"a sample of {tokens} tokens exceeds the micro-batch budget of {budget}")
 
 
 def _padded(length: int, align: int) -> int:
@@ -230,6 +230,11 @@ def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroB
     if ranks == 1:
         return tuple(micro_batches)
     return tuple(tuple(replace(ref, cp=ranks) for ref in batch) for batch in micro_batches)
+
+
+def _each(ranks: int, hands: _Hands) -> _Hands:
+    """The hands of so many ranks in the place of each, which split its rows."""
+    return tuple(_split_over(ranks, hand) for hand in hands for _ in range(ranks))
 
 
 @dataclass(frozen=True)
