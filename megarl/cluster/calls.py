@@ -450,8 +450,7 @@ class Calls:
     def ended(self, workers: Sequence[Worker]) -> list[Worker]:
         """The workers whose processes are gone, or go at this moment, for which it waits once for all."""
         watches = [worker.watch_refs[0] for worker in workers]
-        if watches:
-            ray.wait(watches, num_returns=len(watches), timeout=_LOOK_S)
+        ray.wait(watches, num_returns=len(watches), timeout=_LOOK_S)
         return [worker for worker in workers if failure(worker.watch_refs[0]) is not None]
 
     def _forget(self, worker: Worker) -> None:

@@ -237,10 +237,11 @@ class StateCopies:
             nodes[call] = node
         names = {call: rank.name for call, rank in receivers.items()}
         self._await_all(names, nodes, self._deadline.ceiling_s)
-        errors = {node: error for call, node in nodes.items() if (error := failure(call))}
+        failures = {call: failure(call) for call in nodes}
+        errors = {nodes[call]: error for call, error in failures.items() if error}
         # a call may have failed before its keeper's end is known, or by its rank
         doubtful = {node: self._keepers[node] for node in errors if node in self._keepers}
-        ended = self._cluster.ended([*doubtful.values()])
+        ended = self._cluster.ended([*doubtful.values()]) if doubtful else []
         for node, keeper in doubtful.items():
             if keeper in ended:
                 self._lose(node, reported(keeper.name, errors[node]))

@@ -142,10 +142,8 @@ class Member:
                 kept_share=kept_share,
             )
         except Exception as raised:
-            suspects = self._suspects(stage, raised)
-            other_error = self._agreement.refuse(
-                stage, f"failed in the exchange: {raised}", suspects
-            )
+            words = f"failed in the exchange: {raised}"
+            other_error = self._agreement.refuse(stage, words, self._suspects(stage, raised))
             self.close()  # only now, so that peers that fail because of it find this error
             if other_error:
                 raise RuntimeError(other_error) from raised

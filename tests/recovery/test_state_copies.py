@@ -127,8 +127,9 @@ def test_a_rank_whose_keeper_dies_while_it_gives_is_given_the_second_copy(
         copies._settle_second()
     generation = copies.newest
     assert generation
-    given: list[tuple[str, str]] = []
-    for node, keeper in copies._keepers.items():
+    given: list[tuple[int, str]] = []
+    keepers: Any = copies._keepers
+    for node, keeper in keepers.items():
         keeper.call = lambda _, name, rank, node=node: given.append((node, name.rank)) or object()
     session.lost = 1
     if second:
@@ -175,7 +176,8 @@ def test_calls_that_fail_ask_once_whether_their_keepers_have_ended(
     generation = copies.newest
     assert generation
     failures: Any = {rank.name: WorkerFailed(f"{rank.name}: it is gone", "") for rank in ranks}
-    for keeper in copies._keepers.values():
+    keepers: Any = copies._keepers
+    for keeper in keepers.values():
         keeper.call = lambda _, name, __: failures.pop(name.rank)
     session.dead = dead
     if dead == {0, 2}:
