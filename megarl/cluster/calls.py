@@ -445,8 +445,13 @@ class Calls:
 
     def has_ended(self, worker: Worker) -> bool:
         """Whether the worker's process is gone, or goes at this moment."""
-        ray.wait(worker.watch_refs[:1], timeout=_LOOK_S)
-        return failure(worker.watch_refs[0]) is not None
+        return bool(self.ended([worker]))
+
+    def ended(self, workers: Sequence[Worker]) -> list[Worker]:
+        """The workers whose processes are gone, or go at this moment, for which it waits once for all."""
+        watches = [worker.watch_refs[0] for worker in workers]
+        ray.wait(watches, num_returns=len(watches), timeout=_LOOK_S)
+        return [worker for worker in workers if failure(worker.watch_refs[0]) is not None]
 
     def _forget(self, worker: Worker) -> None:
         if worker in self._workers:

@@ -257,8 +257,8 @@ class Fleet(TrainingFleet):
 
         An exchange that fails is tried once more while every process is alive, and again after an engine was lost and
         started anew: it writes everything anew, through new connections of the engines, and between the two these
-        refuse to sample. Where that fails, too, the engine is lost that is to blame, see `Suspicion`. Raises
-        WorkerFailed when a training rank is to blame, or gone.
+        refuse to sample. Where that fails, too, the engine is lost that is to blame, see `Suspicion`: each at most
+        once. Raises WorkerFailed when a training rank is to blame, or gone, or nobody is left to blame.
         """
         processes = self.engines.processes
         suspicion = Suspicion(self.roles.engines)
@@ -282,7 +282,7 @@ class Fleet(TrainingFleet):
                     raise
                 self._refuse_lost_ranks()
                 if processes.num_lost == num_lost:
-                    suspicion.note(self._suspects(steps))
+                    suspicion.note(self._suspects(steps, failure))
                     if is_repeated:
                         self._give_up(suspicion, failure)
                     is_repeated = True
@@ -297,28 +297,41 @@ class Fleet(TrainingFleet):
             )
         return exchanged(steps)
 
-    def _suspects(self, steps: Sequence[ReshardStep]) -> list[int]:
-        """The members by which the last attempt may have failed."""
-        return exchange_suspects(self._store, self._run_id, self.attempts, exchanged(steps))
+    def _suspects(self, steps: Sequence[ReshardStep], failure: WorkerFailed) -> list[int]:
+        """The members by which the last attempt may have failed; failure: that of its first call.
+
+        Where no member suspects any it is the worker of the call, since it failed before it knew any other. Where the
+        members' inputs differ it is nobody: they would differ again.
+        """
+        num_members = self.roles.num_members
+        payloads = exchanged(steps)
+        suspects = exchange_suspects(
+            self._store, self._run_id, self.attempts, num_members, payloads
+        )
+        if suspects == []:
+            names = map(self._member_name, range(num_members))
+            return [member for member, name in enumerate(names) if name == failure.worker]
+        return suspects or []
+
+    def _member_name(self, member: int) -> str:
+        """Of the worker that is called for a member of the exchange."""
+        if place := self.roles.engines.member(member):
+            return self.engines.processes.engines[place[0]].worker.name
+        return self.trainers.workers[member].name
 
     def _give_up(self, suspicion: Suspicion, failure: WorkerFailed) -> None:
         """Lose the engine by which exchanges fail; raises WorkerFailed where that is a training rank.
 
-        Where nobody is suspected it is the worker whose call failed, since it did so before it knew any other. failure:
-        that of this call.
+        Raises failure, the one of the latest attempt, where nobody is left to give up.
         """
-        processes = self.engines.processes
         member = suspicion.give_up()
-        if member is not None:
-            engine = suspicion.engine_of(member)
-            if engine is None:
-                name = self.trainers.workers[member].name
-            else:
-                name = processes.engines[engine].worker.name
-            if name != failure.worker:
-                problem = f"{name}: exchanges of weights fail by it ({failure})"
-                failure = WorkerFailed(problem, failure.evidence, name)
-        if not processes.lose_named(failure):
+        if member is None:
+            raise failure
+        name = self._member_name(member)
+        if name != failure.worker:
+            problem = f"{name}: exchanges of weights fail by it ({failure})"
+            failure = WorkerFailed(problem, failure.evidence, name)
+        if not self.engines.processes.lose_named(failure):
             raise failure
 
     def _refuse_lost_ranks(self) -> None:

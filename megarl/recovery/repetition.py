@@ -327,7 +327,7 @@ class Repetition:
                     self._untouched = untouched
                 point = self._restore_point()
                 self._say(f"{lost}; the ranks go on from the state after step {point.step}")
-        # those that have got a part of a copy once more
+        # ranks that have got a part of a copy are started once more, and so are all others
         self._rebuild(afresh=True)
         self._untouched = set()
         self._ranks.load_state(point.folder)
@@ -344,10 +344,16 @@ class Repetition:
             self._forget_old()
 
     def _rebuild(self, *, afresh: bool) -> None:
-        """As `rebuild_ranks`; ranks that are untouched are not started a second time."""
+        """As `rebuild_ranks`; trained ranks are not started again where all of them are untouched and none is lost.
+
+        Nothing is started then, unless ranks of the reward model are lost: these alone are.
+        """
         before = {*self._ranks.trained_ranks}
-        if afresh and before <= self._untouched and not self._losses():
-            return
+        losses = self._losses()
+        if afresh and before <= self._untouched and not any(loss.is_trained for loss in losses):
+            if not losses:
+                return
+            afresh = False
         self._ranks.rebuild_ranks(afresh=afresh)
         after = {*self._ranks.trained_ranks}
         self._untouched = (after - before) | (after & self._untouched)

@@ -211,14 +211,16 @@ class StateCopies:
         Raises CopiesLost, and WorkerFailed by a rank that does not take its own.
         """
         waiting = list(ranks)
+        is_first_attempt = True
         while waiting:
             for rank in waiting:
                 # a keeper may have been lost since the generation was chosen
                 if not generation.holders[rank.name] & self._keepers.keys():
                     raise CopiesLost(
                         f"the copies of {rank.name} after step {generation.step} are lost",
-                        ranks_are_untouched=len(waiting) == len(ranks),
+                        ranks_are_untouched=is_first_attempt,
                     )
+            is_first_attempt = False
             waiting = self._give(generation, waiting)
 
     def _give(self, generation: Generation, ranks: Sequence[Worker]) -> list[Worker]:
@@ -235,11 +237,14 @@ class StateCopies:
             nodes[call] = node
         names = {call: rank.name for call, rank in receivers.items()}
         self._await_all(names, nodes, self._deadline.ceiling_s)
-        for call, node in nodes.items():
-            error = failure(call)
-            # the call may have failed before its keeper's end is known
-            if error and node in self._keepers and self._cluster.has_ended(self._keepers[node]):
-                self._lose(node, reported(self._keepers[node].name, error))
+        failures = {call: failure(call) for call in nodes}
+        errors = {nodes[call]: error for call, error in failures.items() if error}
+        # a call may have failed before its keeper's end is known, or by its rank
+        doubtful = {node: self._keepers[node] for node in errors if node in self._keepers}
+        ended = self._cluster.ended([*doubtful.values()]) if doubtful else []
+        for node, keeper in doubtful.items():
+            if keeper in ended:
+                self._lose(node, reported(keeper.name, errors[node]))
         unserved = [call for call, node in nodes.items() if node not in self._keepers]
         self._cluster.gather({call: names[call] for call in names if call not in unserved})
         return [receivers[call] for call in unserved]

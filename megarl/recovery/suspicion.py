@@ -8,14 +8,15 @@ from megarl.placement.engine_layout import EngineLayout
 
 
 class Suspicion:
-    """Chooses the member to give up; one object for all attempts at a version.
+    """Chooses the member to give up; one object for all attempts at a version, and each engine once.
 
-    A member that fails by itself says so, and one that does not come is missed by all others: then the choice is known
+    A member that fails by itself says so, and one that is not ready is missed by all others: then the choice is known
     to be right. Where a connection fails both of its ends are suspected, and the one that is an end of the next
     failure, too, is given up. Where two attempts fail between the same two members, nothing that any member knows
     tells them apart. Then an engine is given up before a training rank, because it costs its start, and a rank all
     training since the newest copy; and of two engines the one that was not given up yet. So both have their turn, and
-    the fault is gone after the second. Over NCCL a member that waits in vain does not know for whom, and says itself.
+    the fault is gone after the second. Over NCCL a member that waits in vain suspects all with which it exchanges then,
+    so that more engines may be given up before the right one.
     """
 
     def __init__(self, engines: EngineLayout) -> None:
@@ -31,16 +32,16 @@ class Suspicion:
         self._latest = suspects
 
     def give_up(self) -> int | None:
-        """The member to give up after the latest attempt; None if nobody is suspected."""
-        again = [member for member in self._latest if member in self._before]
-        member = min(again or self._latest, key=self._cost, default=None)
+        """The member to give up after the latest attempt; None if nobody is suspected who was not given up before."""
+        left = [member for member in self._latest if self.engine_of(member) not in self._given_up]
+        member = min(left, key=self._cost, default=None)
         if member is not None and (engine := self.engine_of(member)) is not None:
             self._given_up.add(engine)
         return member
 
     def _cost(self, member: int) -> tuple[bool, bool]:
-        engine = self.engine_of(member)
-        return engine in self._given_up, engine is None
+        """Less is given up first."""
+        return member not in self._before, self.engine_of(member) is None
 
     def engine_of(self, member: int) -> int | None:
         """None for a training rank whose GPU has no engine."""

@@ -19,12 +19,18 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
-from megarl.resharding.agreement import Agreement, Vote, fail_stage, suspects_of
+from megarl.resharding.agreement import Agreement, StageFailed, Vote, fail_stage, suspects_of
 from megarl.resharding.payloads import Params, PayloadName, make_payload
 from megarl.resharding.planner import Planner
 from megarl.resharding.reshard_plan import MemberPlan, agreed_rounds
 from megarl.resharding.session import Session
-from megarl.resharding.transport import PeerCheck, PeerSilent, close_group, make_group
+from megarl.resharding.transport import (
+    ConnectionBroken,
+    PeerCheck,
+    PeersSilent,
+    close_group,
+    make_group,
+)
 from megarl.resharding.verify import Verifier
 
 # increase it whenever the same inputs give another plan: members of two versions must not exchange
@@ -41,6 +47,7 @@ _COMMON_SETTINGS = (
     "gpus_per_node",
     "verify",
 )
+_LEAVING_S = 2.0  # from the end of a member's connections until it has said whom it suspects
 _STAGES = ("ready", "prepared", "done")  # of an attempt, in their order
 # The fields of Stats that are added over members, and over payloads, which are moved one after the other.
 _ADDED_OVER_MEMBERS = ("wire_bytes", "inter_node_bytes", "local_bytes")
@@ -135,8 +142,8 @@ class Member:
                 kept_share=kept_share,
             )
         except Exception as raised:
-            peer = raised.peer if isinstance(raised, PeerSilent) else None
-            other_error = self._agreement.refuse(stage, f"failed in the exchange: {raised}", peer)
+            words = f"failed in the exchange: {raised}"
+            other_error = self._agreement.refuse(stage, words, self._suspects(stage, raised))
             self.close()  # only now, so that peers that fail because of it find this error
             if other_error:
                 raise RuntimeError(other_error) from raised
@@ -150,6 +157,20 @@ class Member:
         if self.session.engine.fp8:
             self.planner.drop_executor()
         return stats
+
+    def _suspects(self, stage: str, error: Exception) -> list[int]:
+        """The members that may have caused an error, this one last where it may have."""
+        member = self.session.member
+        if isinstance(error, StageFailed):
+            return []
+        if not isinstance(error, PeersSilent):
+            return [member]
+        if isinstance(error, ConnectionBroken):
+            (peer,) = error.peers
+            if self._agreement.has_left(stage, peer, _LEAVING_S):
+                # its connections have ended with that: another failure came first
+                return []
+        return [*error.peers, member]
 
     def verify(self, targets: Params, ask: PeerCheck = lambda: None) -> None:
         """Compare this member's targets with their sources, in the mode session.verify; collective.
@@ -266,18 +287,19 @@ def abandon(
 
 
 def exchange_suspects(
-    store: Store, run_id: str, attempt: int, payloads: Sequence[PayloadName]
-) -> list[int]:
-    """The members that may have made an attempt fail, the likeliest first, as the member says that noticed it first.
+    store: Store, run_id: str, attempt: int, num_members: int, payloads: Sequence[PayloadName]
+) -> list[int] | None:
+    """The members that may have made an attempt fail, the likeliest first; read it when all members have ended it.
 
-    One that could not take part, or failed by itself, says its own number; one that waited says who did not arrive, or
-    both ends of the connection that failed, its peer's first. [] where no member has said anything: the attempt was
-    abandoned, because one failed before it knew the others, or their inputs differ.
+    Each member says whom it suspects: itself where it could not take part or has failed by itself, those that it waited
+    for in vain, or both ends of a connection that failed. `most_suspected` weighs that. [] where no member knows: the
+    attempt was abandoned, because one failed before it knew the others. None where their inputs differ.
     """
     for payload in payloads:
         prefixed = PrefixStore(_prefix(run_id, payload), store)
         for stage in _STAGES:
-            if suspects := suspects_of(prefixed, f"{attempt}/{stage}"):
+            suspects = suspects_of(prefixed, f"{attempt}/{stage}", num_members)
+            if suspects != []:
                 return suspects
     return []
 

@@ -15,31 +15,36 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megarl.device import BACKEND, DEVICE, use_loopback
+from megarl.resharding.agreement import StageFailed
 
 POLL_S = 0.001  # between two polls of the device
 PEER_CHECK_S = 1.0  # between two queries of the store whether a peer has failed
 
-PeerCheck = Callable[[], None]  # raises RuntimeError with the message of a peer that has failed
+PeerCheck = Callable[[], None]  # raises StageFailed with the message of a peer that has failed
 PostedWork = tuple[int, dist.Work]  # a message, and the member at its other end
-_ALL_PEERS = -1
 
 
-class PeerSilent(RuntimeError):
-    """The connection to a peer is broken, or nothing comes; neither end knows which of them is at fault."""
+class PeersSilent(RuntimeError):
+    """Nothing comes from one of these peers, or does not reach it; nobody knows which end is at fault."""
 
-    def __init__(self, error: str, peer: int) -> None:
-        super().__init__(error, peer)
+    def __init__(self, error: str, peers: Sequence[int]) -> None:
+        super().__init__(error, peers)
         self.error = error
-        self.peer = peer
+        self.peers = peers
 
     def __str__(self) -> str:
         return self.error
+
+
+class ConnectionBroken(PeersSilent):
+    """The connection to a peer is broken, perhaps because the peer has left the exchange."""
 
 
 @contextmanager
 def batch(group: Any) -> Iterator[list[PostedWork]]:
     """Collect the works that are posted inside; NCCL starts them together at the end, so that none blocks another.
 
+    NCCL makes one work of them, which is collected once for each peer.
     An error inside also closes the NCCL group: an open group would swallow everything that is posted later.
     """
     works: list[PostedWork] = []
@@ -51,31 +56,48 @@ def batch(group: Any) -> Iterator[list[PostedWork]]:
         yield works
     finally:
         coalesced = group._end_coalescing()  # None where nothing was posted
-        works[:] = [(_ALL_PEERS, coalesced)] if coalesced else []
+        peers = dict.fromkeys(peer for peer, _ in works)
+        works[:] = [(peer, coalesced) for peer in peers] if coalesced else []
 
 
 def wait(works: Sequence[PostedWork], timeout_s: float, ask: PeerCheck) -> None:
-    """Return when posted messages are done. Raises RuntimeError when a peer ends, or after timeout_s.
+    """Return when posted messages are done. Raises PeersSilent when a peer ends, or after timeout_s.
 
-    Over gloo that is PeerSilent; NCCL has one work for all messages of a round, and does not notice that a peer has
-    failed. `ask` is called about once a second. Over gloo a peer that fails closes its connections, which ends most
-    waits; but gloo forgets a send that it was about to write when the connection broke (Pair::handleRemotePendingRecv).
+    Over gloo it has one peer, and is ConnectionBroken before timeout_s. NCCL has one work for all messages of a round,
+    of whose peers any may be silent, and does not notice that one has failed. Raises what `ask` raises, which is called
+    about once a second. Over gloo a peer that fails closes its connections, which ends most waits; but gloo forgets a
+    send that it was about to write when the connection broke (Pair::handleRemotePendingRecv).
     """
     bound = timedelta(seconds=timeout_s)
     if BACKEND == "nccl":
-        for _, work in works:
-            poll(work.is_completed, timeout_s, ask)
-            work.wait(bound)  # raises the error, if any, and orders the device's streams
+        with _silence_of([peer for peer, _ in works]):
+            for work in dict.fromkeys(work for _, work in works):
+                poll(work.is_completed, timeout_s, ask)
+                work.wait(bound)  # raises the error, if any, and orders the device's streams
     elif works:
         bounded(lambda: [_await(peer, work, bound) for peer, work in works], math.inf, ask)
 
 
 def _await(peer: int, work: dist.Work, bound: timedelta) -> None:
-    """Raises PeerSilent."""
+    """Raises PeersSilent after the bound, and ConnectionBroken before it."""
+    began_s = time.monotonic()
     try:
         work.wait(bound)
     except RuntimeError as error:
-        raise PeerSilent(str(error), peer) from error
+        is_late = time.monotonic() - began_s >= bound.total_seconds()
+        kind = PeersSilent if is_late else ConnectionBroken
+        raise kind(str(error), [peer]) from error
+
+
+@contextmanager
+def _silence_of(peers: Sequence[int]) -> Iterator[None]:
+    """Raise the errors of waits inside as PeersSilent, except the messages of peers that have failed."""
+    try:
+        yield
+    except StageFailed:
+        raise
+    except RuntimeError as error:
+        raise PeersSilent(str(error), peers) from error
 
 
 def poll(is_done: Callable[[], bool], timeout_s: float, ask: PeerCheck) -> None:
@@ -127,22 +149,47 @@ def make_group(
 ) -> Any:
     """A process group of the members; the default groups belong to Megatron and to SGLang.
 
-    Every member must call this with a prefix store that no other group uses. Raises RuntimeError when the group does
+    Every member must call this with a prefix store that no other group uses. Raises PeersSilent when the group does
     not connect within timeout_s, or what `ask` raises.
     """
     timeout = timedelta(seconds=timeout_s)
     # a connection of its own: one on which the group waits for a member answers nobody else, `ask` included
-    store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-    if BACKEND == "gloo":
-        use_loopback()
-        groups: list[Any] = []
-        # gloo keeps its own limit, and does not see either that a member has failed on its way
-        bounded(
-            lambda: groups.append(dist.ProcessGroupGloo(store, member, num_members, timeout)),
-            math.inf,
-            ask,
-        )
-        return groups.pop()
+    own_store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    store.set(_came(member), "")
+    try:
+        if BACKEND == "gloo":
+            return _gloo_group(own_store, member, num_members, timeout, ask)
+        return _nccl_group(own_store, member, num_members, timeout, ask)
+    except StageFailed:
+        raise
+    except RuntimeError as error:
+        others = [peer for peer in range(num_members) if peer != member]
+        absent = [peer for peer in others if not store.check([_came(peer)])]
+        raise PeersSilent(f"no group of all members: {error}", absent or others) from error
+
+
+def _came(member: int) -> str:
+    """The key by which others know that a member has come to a group."""
+    return f"came/{member}"
+
+
+def _gloo_group(
+    store: Store, member: int, num_members: int, timeout: timedelta, ask: PeerCheck
+) -> Any:
+    use_loopback()
+    groups: list[Any] = []
+    # gloo keeps its own limit, and does not see either that a member has failed on its way
+    bounded(
+        lambda: groups.append(dist.ProcessGroupGloo(store, member, num_members, timeout)),
+        math.inf,
+        ask,
+    )
+    return groups.pop()
+
+
+def _nccl_group(
+    store: Store, member: int, num_members: int, timeout: timedelta, ask: PeerCheck
+) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     # of NCCL's watchdog, which ends the process: our own timeout comes first
     options._timeout = 2 * timeout
@@ -154,7 +201,7 @@ def make_group(
         torch.cuda.set_device(here)  # of this thread
         group.eager_connect_single_device(here)
 
-    bounded(connect, timeout_s, ask)
+    bounded(connect, timeout.total_seconds(), ask)
     return group
 
 

@@ -5,6 +5,7 @@ Exchange, engines, ranks and Ray are stood in for: each is real elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ class Cluster:
     """Fails the first `failures` exchanges; `alive`: whether every process outlives them."""
 
     culprit = "engine 0"  # whose call fails
-    suspects: tuple[int, ...] = ()  # of the members, by what these know
+    suspects: Sequence[int] | None = []  # of the members, by what these know
 
     def __init__(self, failures: int, alive: bool) -> None:
         self.failures, self.alive = failures, alive
@@ -158,14 +159,27 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
     assert phases == ["reshard", "rollout"]
 
 
-def test_an_engine_by_which_an_exchange_fails_twice_is_lost(
+def test_an_engine_by_which_an_exchange_fails_twice_is_lost_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may be alive and reach nobody any more."""
+    """It may be alive and reach nobody any more. Where a new one does not help, nothing would be new in a third one."""
     engines = Engines()
-    bare_fleet, lines, _ = made(monkeypatch, Cluster(failures=3, alive=True), engines)
+    bare_fleet, lines, _ = made(monkeypatch, Cluster(failures=2, alive=True), engines)
     bare_fleet.reshard()
-    assert (engines.num_lost, len(lines)) == (2, 3)
+    assert (engines.num_lost, len(lines)) == (1, 2)
+    bare_fleet, lines, _ = made(monkeypatch, Cluster(failures=3, alive=True), engines)
+    with pytest.raises(WorkerFailed, match="^engine 0: broken off"):
+        bare_fleet.reshard()
+    assert (engines.num_lost, len(lines)) == (2, 2)
+
+
+def test_nobody_is_lost_where_the_inputs_of_members_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, cluster = Engines(), Cluster(failures=2, alive=True)
+    cluster.suspects = None
+    bare_fleet, lines, _ = made(monkeypatch, cluster, engines)
+    with pytest.raises(WorkerFailed, match="^engine 0: broken off"):
+        bare_fleet.reshard()
+    assert (engines.num_lost, len(lines)) == (0, 1)
 
 
 def test_the_engine_that_is_the_cause_is_lost_and_not_the_worker_whose_call_failed(
@@ -173,7 +187,7 @@ def test_the_engine_that_is_the_cause_is_lost_and_not_the_worker_whose_call_fail
 ) -> None:
     engines, cluster = Engines(), Cluster(failures=2, alive=True)
     cluster.culprit = "training rank 1"
-    cluster.suspects = (0,)
+    cluster.suspects = [0]
     bare_fleet, lines, _ = made(monkeypatch, cluster, engines)
     bare_fleet.reshard()
     assert (engines.num_lost, len(lines)) == (1, 2)
@@ -183,7 +197,7 @@ def test_a_rank_that_is_the_cause_ends_the_reshard_for_whoever_rebuilds_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engines, cluster = Engines(), Cluster(failures=2, alive=True)
-    cluster.suspects = (1,)
+    cluster.suspects = [1]
     bare_fleet, _, _ = made(monkeypatch, cluster, engines)
     ranks = [SimpleNamespace(name=f"training rank {rank}") for rank in range(2)]
     monkeypatch.setattr(bare_fleet.trainers, "workers", ranks)

@@ -61,6 +61,7 @@ class World:
         self.state = START
         self.version = 0
         self.groups = [Processes("training rank 0"), Processes("reward model rank 0", trains=False)]
+        # of the policy; a critic's begins in a test that has one
         self.trained_ranks: Any = [object()]
         self.lines: list[str] = []
         self.every = every
@@ -76,6 +77,7 @@ class World:
         # while ranks are started: the generation after this, and whether a part of it had been given before
         self.loses_copies = False
         self.gives_a_part = False
+        self.loses_reward_model = False
         self.rebuilt: list[bool] = []
         self.loss_log = Losses()
         limit = None if restarts is None else Restarts(restarts, 1e9)
@@ -91,7 +93,9 @@ class World:
     def rebuild_ranks(self, *, afresh: bool) -> None:
         if afresh or self.groups[0].loss:
             self.state = START if afresh else UNDEFINED
-            self.trained_ranks = [object()]
+            # without `afresh` the critic goes on with the ranks that it has
+            kept = [] if afresh else self.trained_ranks[1:]
+            self.trained_ranks = [object() for _ in self.trained_ranks[len(kept) :]] + kept
         for processes in self.groups:
             processes.loss = None
         self.rebuilt.append(afresh)
@@ -150,6 +154,8 @@ class World:
         if self.loses_copies:
             self.loses_copies = False
             self.newest = None
+            if self.loses_reward_model:
+                self.groups[1].lose()
             raise CopiesLost("the copies are lost", ranks_are_untouched=not self.gives_a_part)
         self.state = self.copied[generation.step]
 
@@ -275,6 +281,24 @@ def test_ranks_are_started_once_where_copies_are_lost_meanwhile_and_given_the_ne
         "the copies are lost; the ranks go on from the state after step 1",
     ]
     assert world.repetition.take_metrics()["recovery/rank_deaths"] == 1.0
+
+
+def test_all_trained_ranks_are_started_where_copies_are_lost_and_the_critic_has_gone_on() -> None:
+    """Its ranks have their state of now, which is not that of the checkpoint."""
+    world = with_lost_copies(every=1)
+    critic = object()
+    world.trained_ranks.append(critic)
+    world.repetition.attempt(3, lambda: None)
+    assert world.state == expected(2)
+    assert world.rebuilt == [False, True] and critic not in world.trained_ranks
+
+
+def test_a_reward_model_that_is_lost_meanwhile_is_started_alone() -> None:
+    world = with_lost_copies(every=1)
+    world.loses_reward_model = True
+    world.repetition.attempt(3, lambda: None)
+    assert world.state == expected(2)
+    assert world.rebuilt == [False, False] and not world.groups[1].loss
 
 
 def test_ranks_that_were_started_in_vain_are_those_with_which_a_run_begins_again() -> None:

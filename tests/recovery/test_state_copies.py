@@ -44,6 +44,9 @@ class Session:
     def __init__(self) -> None:
         self.on_loss: dict[int, Any] = {}
         self.lost: int | None = None
+        # slots of workers whose processes have ended, and the names of those for whose end was asked, by call
+        self.dead: set[int] = set()
+        self.asked: list[list[str]] = []
         self.loss_log = Losses()
 
     def worker(self, name: str, slot: int, on_loss: Any, gpus: float) -> Any:
@@ -58,7 +61,14 @@ class Session:
             self.lost = None
         return [*calls]
 
+    def ended(self, workers: list[Any]) -> list[Any]:
+        self.asked.append([worker.name for worker in workers])
+        return [worker for worker in workers if worker.slot in self.dead]
+
     def gather(self, calls: dict[Any, str]) -> list[int]:
+        for call in calls:
+            if isinstance(call, WorkerFailed):
+                raise call
         return [1] * len(calls)
 
     def end(self, worker: Any) -> None: ...
@@ -117,8 +127,9 @@ def test_a_rank_whose_keeper_dies_while_it_gives_is_given_the_second_copy(
         copies._settle_second()
     generation = copies.newest
     assert generation
-    given: list[tuple[str, str]] = []
-    for node, keeper in copies._keepers.items():
+    given: list[tuple[int, str]] = []
+    keepers: Any = copies._keepers
+    for node, keeper in keepers.items():
         keeper.call = lambda _, name, rank, node=node: given.append((node, name.rank)) or object()
     session.lost = 1
     if second:
@@ -128,6 +139,56 @@ def test_a_rank_whose_keeper_dies_while_it_gives_is_given_the_second_copy(
         with pytest.raises(CopiesLost, match="the copies of rank 1 after step 1") as raised:
             copies.restore(generation, ranks)
         assert not raised.value.ranks_are_untouched
+
+
+def test_ranks_have_got_a_part_where_the_only_keeper_dies_while_it_gives_to_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None of them has got the whole, so that all wait again; but a state is written in place."""
+    monkeypatch.setattr(state_copies, "failure", lambda _: None)
+    session: Any = Session()
+    copies = StateCopies(session, [0], Restarts(9, 1e9), lambda _: None, timeout_s=600.0)
+    ranks: Any = [SimpleNamespace(name=f"rank {slot}", slot=slot, peer=None) for slot in (0, 1)]
+    copies.begin(1, 1, ranks)
+    copies.settle()
+    generation = copies.newest
+    assert generation
+    session.lost = 0
+    with pytest.raises(CopiesLost, match="the copies of rank 0 after step 1 are lost") as raised:
+        copies.restore(generation, ranks)
+    assert not raised.value.ranks_are_untouched
+
+
+@pytest.mark.parametrize("dead", [set(), {2}, {0, 2}])
+def test_calls_that_fail_ask_once_whether_their_keepers_have_ended(
+    monkeypatch: pytest.MonkeyPatch, dead: set[int]
+) -> None:
+    """A call fails by its rank, too, and it takes a second to learn that a keeper lives. There are two ranks a node."""
+    monkeypatch.setattr(
+        state_copies, "failure", lambda call: call if isinstance(call, WorkerFailed) else None
+    )
+    session: Any = Session()
+    copies = StateCopies(session, [0, 2], Restarts(9, 1e9), lambda _: None, timeout_s=600.0)
+    ranks: Any = [SimpleNamespace(name=f"rank {n}", slot=n, peer=None) for n in range(4)]
+    copies.begin(1, 1, ranks)
+    copies.settle()
+    copies._settle_second()
+    generation = copies.newest
+    assert generation
+    failures: Any = {rank.name: WorkerFailed(f"{rank.name}: it is gone", "") for rank in ranks}
+    keepers: Any = copies._keepers
+    for keeper in keepers.values():
+        keeper.call = lambda _, name, __: failures.pop(name.rank)
+    session.dead = dead
+    if dead == {0, 2}:
+        with pytest.raises(CopiesLost) as raised:
+            copies.restore(generation, ranks)
+        assert not raised.value.ranks_are_untouched
+    else:
+        with pytest.raises(WorkerFailed, match="rank 0: it is gone"):
+            copies.restore(generation, ranks)
+    assert session.asked == [["keeper of copies 0", "keeper of copies 1"]]
+    assert {keeper.slot for keeper in copies._keepers.values()} == {0, 2} - dead
 
 
 def test_the_limit_of_copies_is_learnt_from_their_time_and_is_that_of_copies_alone(

@@ -251,9 +251,10 @@ class World:
             self.store, "test", self.attempt, self.pair.num_members, WEIGHTS
         )
 
-    def suspects(self) -> list[int]:
+    def suspects(self) -> list[int] | None:
         """The members by which the last exchange may have failed."""
-        return exchange_suspects(self.store, "test", self.attempt, WEIGHTS)
+        num_members = self.pair.num_members
+        return exchange_suspects(self.store, "test", self.attempt, num_members, WEIGHTS)
 
     def end(self) -> None:
         for child in [*self.trainers, *self.engines.values()]:
@@ -468,7 +469,7 @@ def test_a_member_that_does_not_come_is_named() -> None:
         RuntimeError, match=r"reshard: member 0, member 2 did not arrive within 0.2 s"
     ):
         agreement.reach("1/ready", {}, lambda votes: {})
-    assert suspects_of(store, "1/ready") == [0, 2]
+    assert suspects_of(store, "1/ready", 3) == [0, 2]
     with pytest.raises(RuntimeError, match="member 0, member 2 did not arrive"):
         agreement.reach("1/ready", {}, lambda votes: {})
 

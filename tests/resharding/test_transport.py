@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.device import address_of, host_store, join_store
 from megarl.resharding import transport
-from megarl.resharding.agreement import Agreement, suspects_of
+from megarl.resharding.agreement import Agreement
 
 
 class RecordingBackend:
@@ -68,8 +68,7 @@ def test_the_contract_refuses_a_device() -> None:
 def test_a_round_becomes_one_work(nccl: RecordingBackend) -> None:
     with transport.batch(nccl) as works:
         works += [(1, nccl.post()), (2, nccl.post())]  # type: ignore[list-item]
-    ((_, work),) = works
-    assert work == SimpleNamespace(messages=2)
+    assert works == [(peer, SimpleNamespace(messages=2)) for peer in (1, 2)]
 
 
 def test_a_round_without_messages_is_closed(nccl: RecordingBackend) -> None:
@@ -109,7 +108,6 @@ def test_the_words_of_a_failed_peer_end_a_wait(
 
 
 def test_a_message_over_gloo_that_fails_names_the_member_at_its_other_end() -> None:
-    """Both ends are suspected, the other one first, and neither where a member has said before what it failed of."""
     stores = HashStore()
     with ThreadPoolExecutor() as threads:
         groups = [
@@ -119,19 +117,53 @@ def test_a_message_over_gloo_that_fails_names_the_member_at_its_other_end() -> N
         ]
     content = torch.zeros(1)
     with transport.batch(groups[0]) as works:
-        works += [(peer, groups[0].recv([content], peer, 0)) for peer in (2,)]
+        works.append((2, groups[0].recv([content], 2, 0)))
     transport.close_group(groups[2])
     del groups[2]
-    with pytest.raises(transport.PeerSilent) as raised:
+    with pytest.raises(transport.ConnectionBroken) as raised:
         transport.wait(works, 60.0, lambda: None)
-    assert raised.value.peer == 2
+    assert raised.value.peers == [2]
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def test_a_message_over_gloo_that_does_not_come_is_no_broken_connection() -> None:
+    """Of which one would ask the peer why it has left."""
+
+    class Silent:
+        def wait(self, timeout: timedelta) -> None:
+            Event().wait(timeout.total_seconds())
+            raise RuntimeError("Timed out")
+
+    with pytest.raises(transport.PeersSilent, match="Timed out") as raised:
+        transport.wait([(1, Silent())], 0.05, lambda: None)  # type: ignore[list-item]
+    assert raised.value.peers == [1] and type(raised.value) is transport.PeersSilent
+
+
+def test_a_round_over_nccl_that_does_not_end_names_all_of_its_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "BACKEND", "nccl")
+    stuck: Any = Stuck()
+    with pytest.raises(transport.PeersSilent, match=r"within 0\.05 s") as raised:
+        transport.wait([(3, stuck), (1, stuck)], 0.05, lambda: None)
+    assert raised.value.peers == [3, 1]
+
+
+@pytest.mark.parametrize(("others_come", "silent"), [(False, [0, 2]), (True, [2])])
+def test_a_group_that_does_not_come_about_names_those_that_did_not_come_to_it(
+    others_come: bool, silent: list[int]
+) -> None:
     store = HashStore()
-    agreements = [Agreement(store, member, 3, 60.0) for member in range(3)]
-    assert agreements[0].refuse("1/done", "is cut off", raised.value.peer) is None
-    assert suspects_of(store, "1/done") == [2, 0]
-    assert agreements[2].refuse("1/done", "has no memory") == "reshard: member 0 is cut off"
-    assert suspects_of(store, "1/done") == [2, 0]
+    if others_come:
+        store.set("came/0", "")
+    with pytest.raises(transport.PeersSilent, match="no group of all members") as raised:
+        transport.make_group(store, 1, 3, 0.2)
+    assert raised.value.peers == silent
+    store.set("came/0", "")
+    store.set("came/2", "")
+    with pytest.raises(transport.PeersSilent) as raised:
+        transport.make_group(store, 1, 3, 0.2)
+    assert raised.value.peers == [0, 2], "who is to blame where all came is not known"
 
 
 def test_a_stage_that_all_reached_is_no_failure() -> None:
