@@ -103,7 +103,7 @@ class Answers:
         refs = refs_of(call.updates)
         for ref in refs:
             _array(ref, call.groups[ref.group])
-        return TokenValuesResult(values_by_reader(refs, None, call.readers), None)
+        return TokenValuesResult(values_by_reader(refs, None, call.readers, dp_rank=0), None)
 
     def onload(self) -> None: ...
 
