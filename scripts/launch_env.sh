@@ -53,7 +53,8 @@ fi
 : "${HF_HUB_OFFLINE:=1}" "${PYTHONUNBUFFERED:=1}" "${OMP_NUM_THREADS:=8}" "${NCCL_DEBUG:=WARN}"
 # 4 us x 2^22, 17 s a try: a link that flaps must not end a run of hundreds of GPUs.
 : "${NCCL_IB_TIMEOUT:=22}"
-# Megatron's overlap wants kernels to start in the order of their launch; SGLang sets its own.
+# Megatron's overlap wants kernels to start in the order of their launch; SGLang sets its own. Passes in pairs
+# (train.megatron.overlap_moe_expert_parallel_comm) want 32.
 : "${CUDA_DEVICE_MAX_CONNECTIONS:=1}"
 # An fp8 engine compiles a choice of shapes before it starts, and not thousands of them.
 : "${SGLANG_JIT_DEEPGEMM_FAST_WARMUP:=1}"

@@ -24,12 +24,12 @@ class ChunkPass(TransformerModelChunkSchedulePlan):
     """
 
     def __init__(self, chunk: Chunk, see_output: Callable[[Tensor], None], **inputs: Any) -> None:
-        self._ahead = getattr(chunk, "mtp", None)
+        self._mtp = getattr(chunk, "mtp", None)
         self._see_output = see_output
         super().__init__(chunk, **inputs)
 
     def _build_layer_schedule_plan(self, module: Any, *streams: Any) -> None:
-        if module is not self._ahead:
+        if module is not self._mtp:
             super()._build_layer_schedule_plan(module, *streams)
 
     @staticmethod

@@ -15,7 +15,6 @@ from megarl.parallel.model import (
 )
 from megarl.parallel.optimizer import optimizer_config, transformer_engine_error
 from megarl.parallel.options import option_errors
-from megarl.placement.overlaps import overlap_errors
 from megarl.placement.recomputation import recompute_errors
 from megarl.placement.roles import Role
 from megarl.types import UserError
@@ -34,7 +33,7 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
     errors = [
         *option_errors(train, fixed_field_names),
         *recompute_errors(train, shape),
-        *overlap_errors(train, shape, layout, role.recipe.model.dtype),
+        *role.overlap_errors(),
     ]
     by_length = layout.max_cp > 1 and train.megatron.get("cp_comm_type") not in (None, "p2p")
     if by_length:

@@ -12,6 +12,7 @@ from megarl.model.hf_config import HfModel, read_model
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.overlaps import overlap_errors, without_unused
 from megarl.placement.recomputation import without_lacking
 from megarl.placement.train_layout import TrainLayout, fewest_ranks
 from megarl.types import UserError
@@ -202,6 +203,12 @@ class Role:
             texts = [text.replace(policy_key, own_key) for text in texts]
         return UserError(*texts)
 
+    def overlap_errors(self) -> list[UserError]:
+        """The overlaps of exchanges and products that its ranks may not have."""
+        dtype = self.recipe.model.dtype
+        shape = self.model.known_shape
+        return overlap_errors(self.recipe.train, shape, self.layout, dtype, self.branch)
+
     def layout_errors(self, shape: ModelShape | None = None) -> list[UserError]:
         """What the layout does not divide, by this role's keys; shape: in place of that of a checkpoint not here."""
         errors = [self.renamed(error) for error in self.layout.errors(shape or self.shape)]
@@ -227,6 +234,10 @@ class Roles:
     def models(self) -> dict[RoleName, Role]:
         """The models with ranks by name, the policy first."""
         return {role.name: role for role in (self.policy, self.critic, self.reward_model) if role}
+
+    def overlap_errors(self) -> list[UserError]:
+        """Those of all models; several may have the same."""
+        return [error for role in self.models.values() for error in role.overlap_errors()]
 
     @property
     def most_engines(self) -> EngineLayout:
@@ -315,8 +326,11 @@ def _reward_model(recipe: Recipe) -> Role:
 def _role(name: RoleName, recipe: Recipe, first_slot: int, *, has_scores: bool) -> Role:
     model = read_model(recipe.model.path, has_scores=has_scores)
     if name != "policy" and model.known_shape:
-        # the key names parts of the policy's layers, of which this model may lack some
+        # the keys name parts of the policy's layers and its exchanges, of which this model may lack some
         train = without_lacking(recipe.train, model.known_shape)
+        train = without_unused(
+            train, model.known_shape, train_layout(recipe), trains=name != "reward_model"
+        )
         recipe = recipe.model_copy(update={"train": train})
     return Role(name, recipe, train_layout(recipe), first_slot, has_scores, model)
 

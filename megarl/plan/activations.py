@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.model.shape import ModelShape
+from megarl.placement.overlaps import PAIRED_PASSES
 from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.model_size import ModelSize
@@ -202,7 +203,7 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     row = row_of(size)
     train = size.recipe.train
     layout = size.layout
-    ahead = bool(train.megatron.get("overlap_moe_expert_parallel_comm"))
+    ahead = bool(train.megatron.get(PAIRED_PASSES))
     waiting = in_flight(layout, stage, micro_batches, ahead=ahead)
     total = 0.0
     again = 0.0

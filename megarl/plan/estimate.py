@@ -19,7 +19,7 @@ from megarl.placement.roles import Role, RoleName, Roles, resolve
 from megarl.plan.batch import RankWork, Samples, share_of
 from megarl.plan.candidates import Overlay
 from megarl.plan.engine_simulation import GroupLimits
-from megarl.plan.fit import HOST, are_exact, lacking
+from megarl.plan.fit import HOST, lacking
 from megarl.plan.layer_sizes import LayerSizes, composed
 from megarl.plan.model_size import ModelSize, ModelSizes, resized
 from megarl.plan.phase_memory import MemoryPlan, cannot_train, plan_memory
@@ -123,9 +123,12 @@ class Estimator:
         return Estimate(overlay, roles, sizes, shares, memory, self)
 
     def rough_train_s(self, overlay: Overlay) -> float | None:
-        """About the seconds of a step without its rollout, by one update's samples; None: its training cannot be."""
+        """About the seconds of a step without its rollout, by one update's samples.
+
+        None: an overlap is refused in this layout, or some model's rank does not fit a GPU while it learns.
+        """
         roles = resolve(overlaid(self.recipe, overlay))
-        if not are_exact(roles):
+        if roles.overlap_errors():
             return None
         sizes = self.sizes_of(roles)
         shares: dict[RoleName, RankWork] = {

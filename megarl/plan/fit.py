@@ -12,7 +12,6 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.models import TrainConfig
 from megarl.model.shape import ModelShape
-from megarl.placement.overlaps import overlap_errors
 from megarl.placement.recomputation import cleared_fields, ladder, recomputed_parts
 from megarl.placement.roles import Roles, engine_layout, resolve
 from megarl.placement.train_layout import divisors
@@ -182,17 +181,9 @@ def _lacks(recipe: Recipe, plan: MemoryPlan, phase: str) -> bool:
     return plan.device[phase].total_bytes > plan.capacity_bytes
 
 
-def are_exact(roles: Roles) -> bool:
-    """Whether the recipe's overlaps of exchanges and products are allowed in the layouts of all models."""
-    return not any(
-        overlap_errors(role.recipe.train, role.shape, role.layout, role.recipe.model.dtype)
-        for role in roles.models.values()
-    )
-
-
 def are_valid(roles: Roles) -> bool:
     """Whether models, slots and nodes take the layouts of roles and engines, with drafts, phases and adapters."""
-    if not are_exact(roles):
+    if roles.overlap_errors():
         return False
     if any(role.layout_errors() for role in roles.models.values()) or draft_errors(roles.recipe):
         return False

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 from megarl.config.hardware import Hardware
 from megarl.model.shape import ModelShape
+from megarl.placement.overlaps import PAIRED_PASSES, SHARED_EXPERTS
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import RowSize, in_flight
 from megarl.types import RecomputedPart
 
 _ACTIVATION_BYTES = 2  # of a number between layers
-# Assumptions, which bring the published figures in tests/plan/test_layer_time.py within a quarter.
+# Assumptions, which bring the published figures in tests/plan/test_layer_time.py within 18 %.
 # of a layer's kernels in one forward pass of a micro-batch, however small; backward is twice that
 LAYER_S = 1e-3
 # of a layer with experts: the host waits before a forward all-to-all for the number of tokens
@@ -34,15 +35,15 @@ KERNELS_SHARE: Mapping[RecomputedPart, float] = {
     "shared_experts": 0.2,
 }
 # Of two things that run side by side, the share of the shorter one that the step does not wait for: both want the
-# GPU's multiprocessors and its memory. An assumption: pairs of runs with and without overlap_moe_expert_parallel_comm
-# in tests/plan/test_layer_time.py come to 0.4, 0.8 and 1.0. delay_wgrad_compute gained 0.4 % more: it counts nothing.
+# GPU's multiprocessors and its memory. An assumption: the three configurations that were run with and without
+# overlap_moe_expert_parallel_comm (tests/plan/test_layer_time.py) come to 0.4, 0.8 and 1.0.
 HIDDEN_SHARE = 0.7
 # experts: tokens on their way to experts run under another micro-batch's products (Megatron's combined 1F1B);
 # shared_experts: the shared experts' products run under the same exchange of their own layer
 Overlap = Literal["experts", "shared_experts"]
 OVERLAPS: Mapping[str, Overlap] = {
-    "overlap_moe_expert_parallel_comm": "experts",
-    "moe_shared_expert_overlap": "shared_experts",
+    PAIRED_PASSES: "experts",
+    SHARED_EXPERTS: "shared_experts",
 }
 
 

@@ -123,7 +123,7 @@ def plan_memory(
 
 
 def cannot_train(sizes: ModelSizes, micro_batches: int, memory_bytes: int) -> bool:
-    """Whether a GPU of so much memory holds less than some model's rank alone while it learns."""
+    """Whether some model's rank needs more memory while it learns than a GPU has, even with nothing else on it."""
     ranks = [
         _StageRank(size, stage, micro_batches)
         for size in sizes.values()

@@ -186,9 +186,10 @@ class ComputingModel:
         return self._passes(forwards, backwards) * flops / self._reached
 
     def _passes(self, forwards: int, backwards: int) -> int:
-        """As many forward passes cost as much: the backward pass two (gradients of inputs and of weights).
+        """The number of forward passes that cost as much.
 
-        One where the weights are frozen; adapters' own products are not counted.
+        A backward pass costs two (gradients of inputs and of weights), and one where the weights are frozen;
+        adapters' own products are not counted.
         """
         return forwards + backwards * (1 if self.frozen_bytes else TRAIN_OVER_FORWARD - 1)
 

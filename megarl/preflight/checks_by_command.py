@@ -224,12 +224,15 @@ def _sglang(case: _Case) -> ErrorIterator:
 
 
 def _megatron(case: _Case) -> Errors:
-    """Errors of Megatron's own options, checked where the recipe sets any: importing Megatron takes seconds."""
+    """Errors of Megatron's own options, checked where the recipe sets any: importing Megatron takes seconds.
+
+    They are those of the policy's ranks, and of other models the overlaps, which depend on their layouts.
+    """
     if not case.recipe.train.passes_options:
         return []
     from megarl.parallel.refusals import megatron_errors
 
-    return megatron_errors(case.roles.policy, case.device)
+    return megatron_errors(case.roles.policy, case.device) + case.roles.overlap_errors()
 
 
 def _layers(case: _Case) -> Errors:
@@ -259,6 +262,7 @@ def _planned(case: _Case) -> ErrorIterator:
     for role in roles.models.values():
         yield from budget_errors(role, longest, f"data.max_prompt_tokens and {of_sample} together")
         yield from [role.model.error] if role.model.error else role.layout_errors()
+    yield from roles.overlap_errors()
     shape = roles.policy.model.known_shape
     if shape:
         yield from engine_errors(roles, shape, case.device)

@@ -6,6 +6,7 @@ is switched off by an overlay is still a good recipe.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megarl.algos import (
@@ -17,6 +18,7 @@ from megarl.algos import (
 )
 from megarl.config import Recipe
 from megarl.config.fields import Branch
+from megarl.placement.overlaps import PAIRED_PASSES
 from megarl.placement.roles import train_layout
 from megarl.samples.buffer import num_phases, staleness_bound
 
@@ -140,7 +142,7 @@ def recipe_notes(recipe: Recipe) -> list[str]:
         else:
             named = " and ".join(sorted(keys))
             notes.append(f"{named} are set, and nothing reads them: {reason}")
-    return notes + list(_phases(recipe)) + list(_odd_values(recipe))
+    return [*notes, *_phases(recipe), *_odd_values(recipe), *_connections(recipe)]
 
 
 def _given(branch: Branch, prefix: str) -> Iterator[str]:
@@ -175,6 +177,14 @@ def _phases(recipe: Recipe) -> Iterator[str]:
     if rollout.phase_tokens and rollout.in_flight == rollout.prompts_per_step:
         usual = 2 * rollout.prompts_per_step
         yield f"rollout.prompts_in_flight is rollout.prompts_per_step: a step waits for all of them; set it to {usual}"
+
+
+def _connections(recipe: Recipe) -> Iterator[str]:
+    """What keeps passes in pairs from hiding anything, in this process's environment, as launch scripts make it."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if recipe.train.megatron.get(PAIRED_PASSES) and os.environ.get(name) == "1":
+        problem = f"passes of train.megatron.{PAIRED_PASSES} wait for one another"
+        yield f"{name} is 1: {problem}; set it to 32 on all nodes"
 
 
 def _odd_values(recipe: Recipe) -> Iterator[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.config.models import TrainConfig
+from megarl.placement.overlaps import PAIRED_PASSES
 from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import RecomputedPart
@@ -234,6 +235,38 @@ def test_experts_exchange_under_other_micro_batches_products(
     check(
         run(path, "qwen3-moe", layout, partial(in_pairs, work=train), **options), layout, expected
     )
+
+
+@pytest.mark.nightly
+def test_one_expert_that_two_ranks_split_in_pairs_of_passes(tmp_path: Path) -> None:
+    """Experts then read what is gathered from both, which Megatron does not free."""
+    keys: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "pad_token_id": None, "num_experts": 2}
+    path = write(tmp_path, "qwen3-moe", mtp_layers=0, **keys)
+    layout = TrainLayout(4, 1, 1, 2, expert_tp=2)
+    (expected,) = run(path, "qwen3-moe", ONE_RANK)
+    check(run(path, "qwen3-moe", layout, partial(in_pairs, work=train)), layout, expected)
+
+
+def watched(trainer: Any) -> dict[str, Any]:
+    from megarl.parallel.paired_passes import ChunkPass
+
+    with patch.object(ChunkPass, "run", wraps=ChunkPass.run) as pair:
+        results = train(trainer)
+    return results | {"pairs": sum(None not in call.args for call in pair.call_args_list)}
+
+
+def test_a_recipes_passes_in_pairs_are_those_of_bfloat16(one_rank: dict[str, Any]) -> None:
+    """Megatron takes them in bfloat16, and widens what a chunk returns then; types differ by the order of sums."""
+    path, _ = one_rank["qwen3-moe"]
+    layout = LAYOUTS["ep2"]
+    plain, paired = (
+        run(path, "qwen3-moe", layout, watched, dtype="bfloat16", megatron={PAIRED_PASSES: on})
+        for on in (False, True)
+    )
+    for alone, beside in zip(plain, paired, strict=True):
+        assert not alone["pairs"] and beside["pairs"]
+        for metrics, expected in zip(beside["metrics"], alone["metrics"], strict=True):
+            assert metrics == pytest.approx(expected, rel=0.02, abs=0.02)
 
 
 def test_parts_are_computed_again_in_pairs_of_passes(one_rank: dict[str, Any]) -> None:

@@ -22,9 +22,7 @@ from megarl.types import RecomputedPart
 from tests.plan.plans import SHAPE
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-CARDS = {
-    name: load_hardware(RECIPES / "hardware" / f"{name}.yaml") for name in ("h800", "h100", "b200")
-}
+CARDS = {name: load_hardware(RECIPES / "hardware" / f"{name}.yaml") for name in ("h800", "h100")}
 CARD = CARDS["h800"]
 NVLINK, FABRIC = 160e9, 45e9  # bytes/s that large messages reach
 MODELS = {
@@ -167,7 +165,6 @@ Parts = frozenset[RecomputedPart]
 SELECTED: Parts = frozenset({"layernorm", "moe_act"})
 EXPERTS: Parts = frozenset({"layernorm", "moe"})
 LAYERS: Parts = frozenset({"layer"})
-LATENT: Parts = frozenset({"mla_up_proj"})
 LATENT_AND_MLP: Parts = frozenset({"mla_up_proj", "mlp"})
 HIDDEN: frozenset[Overlap] = frozenset({"experts"})
 
@@ -217,7 +214,11 @@ def h800(
 def qwen_30b(
     tflops: float, *, deepep: bool = True, hidden: frozenset[Overlap] = frozenset()
 ) -> Run:
-    """Of the runs of Qwen3-30B on 16 H100, which differ in nothing else."""
+    """Of the runs of Qwen3-30B on 16 H100.
+
+    Those with DeepEP ran HybridEP and had the router in CUDA graphs, the others no graphs and no fused permutation;
+    of those with and without an overlap each pair differs in nothing else.
+    """
     return Run(
         tflops, 1, 16, 1, 1, 1024, deepep=deepep, world=16, model="qwen3-30b-a3b", hidden=hidden
     )
@@ -232,6 +233,10 @@ def of_step(seconds: float) -> float:
 # here are runs in fp8, of which the plan knows nothing (the same layouts were 1.01 to 1.10 times as fast), with FSDP,
 # on GB200, and those whose layout, lengths or seconds of training alone are not stated: NeMo-RL's performance summary,
 # verl's and slime's steps, and DeepSeek's own report, whose schedule is not Megatron's either.
+# Contrary to the plan are, of the same pages: Qwen3.5-35B, which takes 23.5 s a step and 82.7 s with combined 1F1B
+# (Megatron-Bridge's SKILL.md; the model has layers that the plan does not know); and the run of 1189.2 tokens a second
+# below, which with overlap_grad_reduce and overlap_param_gather has 1104.8, and with TP's overlap, too, 1119.3. That
+# page says of 128 micro-batches an update that both changed nothing much; the plan has a gain of less than 1 %.
 TP2_EP32_PP8 = Run(245, 2, 32, 8, 4, 2048, again=SELECTED)
 TP2_EP8_PP32 = Run(200, 2, 8, 32, 3, 2048, deepep=False, again=SELECTED)
 TP4_EP8_PP8 = Run(167, 4, 8, 8, 4, 2048)
@@ -252,7 +257,8 @@ PUBLISHED = [
     Run(368, 4, 8, 8, 4, 256, 65536, cp=4, again=EXPERTS),
     Run(389, 4, 8, 8, 4, 256, 131072, cp=8, again=EXPERTS),
     # github.com/NVIDIA/Megatron-LM, examples/moe_recipes/{qwen3_235b,qwen3_30b}/h100/bf16_*.yaml, figures of pull
-    # request 5728; the router of the first one in CUDA graphs.
+    # request 5728. The first file names HybridEP, what is computed again, combined 1F1B, delay_wgrad_compute and the
+    # router in CUDA graphs; it is the configuration of 276 TFLOP/s above in later software.
     Run(302.0, 2, 32, 8, 4, 2048, again=SELECTED, hidden=HIDDEN),
     Run(240.5, 1, 8, 1, 1, 256, world=32, model="qwen3-30b-a3b"),
     # github.com/NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-moe-comm-overlap/SKILL.md and pull request 5094:
@@ -267,8 +273,6 @@ PUBLISHED = [
         of_tokens("deepseek-v3", 1061.2), 2, 64, 8, 4, 16384, again=LATENT_AND_MLP, world=1024, model="deepseek-v3",
         stages=(1, *[2] * 30, 0),
     ),
-    # The same, pull request 1869: 575 TFLOP/s on 256 B200, 4 % of them multi-token prediction's.
-    Run(552, 1, 16, 16, 1, 2048, card="b200", again=LATENT, model="deepseek-v3", stages=(*[4] * 15, 1)),
     # github.com/InternLM/xtuner, docs/zh_cn/benchmark/megatron_moe_benchmark.md: 256 H800.
     h800(1540.7, 1, 8, 32, 3, 4096, LAYERS, micro_batch=4),
     h800(1520.8, 1, 8, 32, 3, 8192, LAYERS, micro_batch=8),
@@ -321,8 +325,8 @@ def planned_tflops(run: Run) -> float:
 @pytest.mark.parametrize(
     "run", PUBLISHED, ids=lambda run: f"{run.tflops:.0f} TFLOP/s on {run.card}"
 )
-def test_published_speeds_are_met_within_a_quarter(run: Run) -> None:
-    assert planned_tflops(run) == pytest.approx(run.tflops, rel=0.25)
+def test_published_speeds_are_met_within_18_percent(run: Run) -> None:
+    assert planned_tflops(run) == pytest.approx(run.tflops, rel=0.18)
 
 
 def of_one_model() -> Iterator[tuple[Run, Run]]:
@@ -352,5 +356,6 @@ def test_published_layouts_have_about_their_ratios() -> None:
     [(FLEX, FLEX_HIDDEN), (ALLTOALL, ALLTOALL_HIDDEN), (TP2_EP32_PP8, TP2_EP32_PP8_HIDDEN)],
 )
 def test_what_is_hidden_gains_about_what_it_gained(plain: Run, hidden: Run) -> None:
+    """So near that HIDDEN_SHARE is 0.7: with 0.6 or 0.8 one of the three is not met."""
     gained = planned_tflops(hidden) / planned_tflops(plain)
-    assert gained == pytest.approx(hidden.tflops / plain.tflops, rel=0.15)
+    assert gained == pytest.approx(hidden.tflops / plain.tflops, rel=0.1)

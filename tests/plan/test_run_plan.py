@@ -329,6 +329,22 @@ def test_errors_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     assert not [error for error in errors if error.where.startswith("train.")]
 
 
+def test_overlaps_that_a_run_would_be_refused_are_not_planned(tmp_path: Path) -> None:
+    pairs = "train.megatron.overlap_moe_expert_parallel_comm"
+    keys = [f"{pairs}=true", "train.tp=1", "train.pp=1", "algorithm.name=ppo", "critic.lr=1e-5"]
+    assert plan_errors(planning.small(tmp_path, *keys, "train.ep=4", "critic.ranks.ep=1")) == []
+    whole = [f"{key}=8" for key in ("train.ep", "critic.ranks.ep")]
+    errors = plan_errors(planning.small(tmp_path, *keys, *whole))
+    assert [error.where for error in errors] == [pairs, pairs]
+    assert ["lower train.ep below 8" in str(error) for error in errors] == [True, False]
+    assert "lower critic.ranks.ep below 8" in str(errors[1])
+    refused = [*keys, "train.ep=4", "train.megatron.delay_wgrad_compute=true"]
+    with pytest.raises(UserErrors) as caught:
+        make_plan(planning.small(tmp_path, *refused), CARD)
+    (error,) = caught.value.errors
+    assert error.where == "train.megatron.delay_wgrad_compute"
+
+
 @pytest.mark.parametrize(
     ("keys", "where"),
     [

@@ -17,6 +17,7 @@ from megarl.placement.roles import resolve
 from megarl.preflight.checks_by_command import (
     _Case,
     _errors,
+    _megatron,
     check,
     check_rollout,
     check_samples,
@@ -24,6 +25,7 @@ from megarl.preflight.checks_by_command import (
 )
 from megarl.types import UserErrors
 from tests.parallel import checkpoints
+from tests.plan import plans
 
 Read = Callable[..., Inputs]  # of overrides
 Told = Callable[..., list[str]]
@@ -66,6 +68,40 @@ def assert_each_is_told_once(lines: list[str], *starts: str) -> None:
 def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.mark.parametrize(
+    ("ranks", "algorithm", "words"),
+    [
+        ({"ep": 128}, "ppo", "lower critic.ranks.ep below 128"),
+        ({"pp": 2}, "ppo", "critic.ranks.pp is 2 without virtual stages"),
+        ({"ep": 1, "tp": 4}, "ppo", None),
+        ({"ep": 128}, "grpo", None),
+    ],
+)
+def test_the_critics_overlaps_are_asked_before_it_starts(
+    tmp_path: Path, ranks: dict[str, int], algorithm: str, words: str | None
+) -> None:
+    pairs = "overlap_moe_expert_parallel_comm"
+    recipe = plans.recipe(
+        tmp_path, "qwen3-30b", 128, ep=64, megatron={pairs: True},
+        algorithm={"name": algorithm}, critic={"lr": 1e-5, "ranks": ranks},
+    )  # fmt: skip
+    told = [str(error) for error in _megatron(_Case("train", resolve(recipe), "cuda"))]
+    assert len(told) == (words is not None)
+    for line in told:
+        assert line.startswith(f"train.megatron.{pairs}: ") and words and words in line
+
+
+def test_a_reward_model_has_no_passes_to_pair(tmp_path: Path) -> None:
+    recipe = plans.recipe(
+        tmp_path, "qwen3-30b", 128, ep=64, megatron={"overlap_moe_expert_parallel_comm": True},
+        reward_model={"path": str(tmp_path / "qwen3-30b"), "ranks": {"ep": 128}},
+    )  # fmt: skip
+    roles = resolve(recipe)
+    assert _megatron(_Case("train", roles, "cuda")) == []
+    assert roles.policy.recipe.train.megatron
+    assert roles.reward_model and not roles.reward_model.recipe.train.megatron
 
 
 def test_the_quickstart_is_good_and_its_inputs_are_read(read: Read, tmp_path: Path) -> None:

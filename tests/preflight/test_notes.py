@@ -37,6 +37,22 @@ def test_a_recipe_as_a_run_writes_it_is_told_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("on", "connections", "is_told"),
+    [("true", "1", True), ("false", "1", False), ("true", "32", False), ("true", None, False)],
+)
+def test_passes_in_pairs_that_wait_for_one_another_are_told(
+    monkeypatch: pytest.MonkeyPatch, on: str, connections: str | None, is_told: bool
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    key = f"train.megatron.overlap_moe_expert_parallel_comm={on}"
+    notes = recipe_notes(load_recipe(ROOT / "recipes" / "dapo_qwen3_30b.yaml", [key]))
+    told = [note for note in notes if note.startswith("CUDA_DEVICE_MAX_CONNECTIONS is 1: ")]
+    assert bool(told) == is_told
+
+
+@pytest.mark.parametrize(
     ("overrides", "says"),
     [
         ("critic.lr=1e-5", "critic.lr is set, and nothing reads it: grpo has no critic"),
