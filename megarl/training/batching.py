@@ -171,30 +171,59 @@ def plan_updates(
     plans = []
     for part in _stratified(whole, updates):
         refs = [ref for rows in part for ref in rows]
-        tokens = sum(ref.length for ref in refs)
-        trained = sum(ref.tokens for ref in refs)
-        denominator = denominator_of(aggregation, trained, len(part), longest_response)
-        longest = _padded(max(ref.length for ref in refs), align)
-        if longest > max_cp * token_budget:
-            raise ValueError(
-                f"a sample of {longest} tokens exceeds the micro-batch budget of {max_cp * token_budget}"
-            )
-        load = _Load.of(part, work, align, token_budget)
-        # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
-        width = max_cp if load.tokens.max() > max_cp * token_budget else 1
-        shares = _fastest(
-            _loads(load, dp // width, work, align, width * token_budget, max_cp // width),
-            dp // width,
-            multiple,
-            width * token_budget,
-            bubble_micro_batches,
-            width * work(MICRO_BATCH_TOKENS),
+        micro_batches = _micro_batches(
+            part,
+            dp=dp,
+            token_budget=token_budget,
+            work=work,
+            align=align,
+            multiple=multiple,
+            bubble_micro_batches=bubble_micro_batches,
+            max_cp=max_cp,
         )
-        shares = tuple(_split_over(width, hand) for hand in shares for _ in range(width))
-        correct = sum(ref.tokens for ref in refs if ref.is_correct)
-        has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
-        plans.append(Update(shares, denominator, tokens, trained, correct, has_turns))
+        trained = sum(ref.tokens for ref in refs)
+        update = Update(
+            micro_batches,
+            denominator_of(aggregation, trained, len(part), longest_response),
+            tokens=sum(ref.length for ref in refs),
+            loss_tokens=trained,
+            correct_tokens=sum(ref.tokens for ref in refs if ref.is_correct),
+            has_turns=trained < sum(ref.response_length for ref in refs) or len(refs) > len(part),
+        )
+        plans.append(update)
     return plans
+
+
+def _micro_batches(
+    part: Sequence[MicroBatch],
+    *,
+    dp: int,
+    token_budget: int,
+    work: Callable[[int], float],
+    align: int,
+    multiple: int,
+    bubble_micro_batches: float,
+    max_cp: int,
+) -> _Hands:
+    """The micro-batches of each rank for the samples of one update; arguments and errors as of `plan_updates`."""
+    longest = max(_padded(ref.length, align) for rows in part for ref in rows)
+    if longest > max_cp * token_budget:
+        ranks = f" of {max_cp} ranks" if max_cp > 1 else ""
+        raise ValueError(
+            f"a sample of {longest} tokens exceeds the micro-batch budget of {max_cp * token_budget}{ranks}"
+        )
+    load = _Load.of(part, work, align, token_budget)
+    # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
+    width = max_cp if load.tokens.max() > max_cp * token_budget else 1
+    hands = _fastest(
+        _loads(load, dp // width, work, align, width * token_budget, max_cp // width),
+        dp // width,
+        multiple,
+        width * token_budget,
+        bubble_micro_batches,
+        width * work(MICRO_BATCH_TOKENS),
+    )
+    return tuple(_split_over(width, hand) for hand in hands for _ in range(width))
 
 
 def _padded(length: int, align: int) -> int:
@@ -234,7 +263,7 @@ def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroB
 
 @dataclass(frozen=True)
 class _Load(Load):
-    """Pieces, longest first: the rows of a sample that fit one micro-batch together, nearly always its only one."""
+    """Pieces, of most padded tokens first: the rows of a sample that fit one micro-batch, nearly always its only one."""
 
     pieces: tuple[MicroBatch, ...]
 
@@ -242,17 +271,16 @@ class _Load(Load):
     def of(
         pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int, budget: int
     ) -> _Load:
-        ordered = tuple(
-            sorted(
-                pieces, key=lambda piece: (-sum([ref.length for ref in piece]), key_of(piece[0]))
-            )
-        )
-        lengths = [[ref.length for ref in piece] for piece in ordered]
-        tokens = [sum(_padded(length, align) for length in piece) for piece in lengths]
+        # padded, because a piece of many short rows may need more ranks than a longer piece of a single row
+        tokens_of = [(sum([_padded(ref.length, align) for ref in piece]), piece) for piece in pieces]
+        tokens_of.sort(key=lambda sized: (-sized[0], key_of(sized[1][0])))
+        tokens = [padded for padded, _ in tokens_of]
+        ordered = tuple(piece for _, piece in tokens_of)
+        work_of = [sum(work(ref.length) for ref in piece) for piece in ordered]
         return _Load(
             tokens=np.array(tokens, np.int64),
-            work=np.array([sum(map(work, piece)) for piece in lengths], np.float64),
-            ranks=np.array([fewest_ranks(each, budget) for each in tokens], np.int64),
+            work=np.array(work_of, np.float64),
+            ranks=np.array([fewest_ranks(padded, budget) for padded in tokens], np.int64),
             pieces=ordered,
         )
 
@@ -315,6 +343,7 @@ def _fastest(
         )
         assigned = [_assign(bins, load, sharing) for bins, load in zip(filled, loads, strict=True)]
         hands = tuple(hand for hands, _ in assigned for hand in hands)
+        assert {len(hand) for hand in hands} == {places}, "ranks would wait for each other forever"
         slowest = float(np.max([heaviest for _, heaviest in assigned], axis=0).sum())
         # the others pass quickly
         in_use = sum(any(hand[place] for hand in hands) for place in range(places))
