@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,10 @@ def follow_rows(chunk: torch.nn.Module) -> None:
     Megatron 0.16.1 reads `PackedSeqParams.cp_group` in TransformerEngine's attention alone; its rotary embeddings and
     the shift of multi-token prediction read the module's own group, and latent attention refuses `local_cp_size`.
     """
-    for module in chunk.modules():
+    modules: Iterator[Any] = chunk.modules()
+    for module in modules:
         if isinstance(module, Attention | MultiTokenPredictionLayer):
-            module.forward = partial(_forward, module)
+            setattr(module, "forward", partial(_forward, module))  # noqa: B010
 
 
 def _forward(module: Any, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any) -> Any:

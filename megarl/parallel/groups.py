@@ -118,7 +118,7 @@ def _row_groups(layout: TrainLayout, timeout_s: float) -> dict[int, dist.Process
         for at in ranks:
             members.setdefault((at.pp, at.tp, at.dp // size), []).append(at.rank)
         for of_group in members.values():
-            group = parallel_state.create_group(of_group, timeout=timedelta(seconds=timeout_s))
+            group: Any = parallel_state.create_group(of_group, timeout=timedelta(seconds=timeout_s))
             if dist.get_rank() in of_group:
                 own[size] = group
     return own

@@ -144,13 +144,15 @@ class Pipeline:
         """
         row, choices = next(feed)
         longest = row.max_length
+        # Megatron's class declares a group alone
+        cp_group: Any = groups.cp_group(row.cp) if self.cp_by_length else None
         packing = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=row.bounds,
             cu_seqlens_kv=row.bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            cp_group=groups.cp_group(row.cp) if self.cp_by_length else None,
+            cp_group=cp_group,
         )
         tokens_1L = row.token_ids_L[None]
         inputs: dict[str, Any] = {

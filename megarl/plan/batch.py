@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -190,12 +189,13 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
 
 def _cp_shares(updates: Sequence[Update], layout: TrainLayout) -> dict[int, float]:
     """The tokens in rows of so many ranks over all tokens, as each rank has its part of a row."""
-    tokens: Counter[int] = Counter()
+    tokens: dict[int, float] = {}
     for update in updates:
         for rank in update.micro_batches:
             for ref in itertools.chain(*rank):
-                tokens[layout.cp * ref.cp] += ref.length / ref.cp
-    return {cp: count / tokens.total() for cp, count in tokens.items()}
+                cp = layout.cp * ref.cp
+                tokens[cp] = tokens.get(cp, 0.0) + ref.length / ref.cp
+    return {cp: count / sum(tokens.values()) for cp, count in tokens.items()}
 
 
 def _full_micro_batches(

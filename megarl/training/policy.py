@@ -334,8 +334,9 @@ class PolicyRank(TrainingRank):
             sequences = [sequence for batch in share.micro_batches for sequence in batch]
             # of the ranks that have a sequence the first one reports
             reports = [self._model.at.dp % sequence.cp == 0 for sequence in sequences]
-            reported = compress(sequences, reports), compress(share.old_logp or own_logp, reports)
-            self._row_diffs.append(row_diffs(*map(list, reported)))
+            own_sequences = list(compress(sequences, reports))
+            reported_logp = list(compress(share.old_logp or own_logp, reports))
+            self._row_diffs.append(row_diffs(own_sequences, reported_logp))
         self._write_merged()
         return statistics | self._routing_stats(routing_sums, share.norms)
 

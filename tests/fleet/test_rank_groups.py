@@ -15,6 +15,7 @@ import pytest
 
 from megarl.algos.statistics import GRAD_NORM
 from megarl.cluster.topology import DevicePlacement
+from megarl.config.loading import overlaid
 from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks
 from megarl.placement.roles import resolve
 from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, values_by_reader
@@ -47,9 +48,9 @@ class Rank:
     def values(self, call: TokenValuesCall) -> TokenValuesResult[int]:
         refs = self._checked(call.updates, call.groups)
         values = [np.full(ref.length, 10 * ref.group + ref.sample) for ref in refs]
-        return TokenValuesResult(
-            [*values_by_reader(refs, values, call.readers, dp_rank=0)], self.rank
-        )
+        # of TP 2
+        by_reader = values_by_reader(refs, values, call.readers, dp_rank=self.rank // 2)
+        return TokenValuesResult([*by_reader], self.rank)
 
     def train(self, call: TrainCall[int | None]) -> list[dict[Any, Any]]:
         refs = self._checked(call.updates, call.groups)
@@ -166,16 +167,22 @@ def samples() -> tuple[list[SampleRef], list[Any]]:
     return refs, groups
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> tuple[PolicyRanks, AuxiliaryRanks]:
-    """A policy of 2 data-parallel ranks with TP 2 and PP 2, and a critic of 4 data-parallel ranks with TP 2."""
+@pytest.fixture(params=[1, "auto"])
+def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PolicyRanks, AuxiliaryRanks]:
+    """A policy of 2 data-parallel ranks with TP 2 and PP 2, and a critic of 4 data-parallel ranks with TP 2.
+
+    With `cp: auto` two ranks share a row with one of the longer samples.
+    """
     recipe = plans.recipe(
         tmp_path, "tiny", 8, tp=2, pp=2, ep=2, algorithm={"name": "ppo"}, critic={"ranks": {"pp": 1}},
-        updates_per_step=UPDATES,
+        updates_per_step=UPDATES, cp=request.param, tokens_per_micro_batch=23 if request.param == 1 else 12,
     )  # fmt: skip
+    lengths = {"data": {"max_prompt_tokens": PROMPT}, "rollout": {"max_response_tokens": 20}}
+    recipe = overlaid(recipe, lengths)
     cluster: Any = Cluster()
     roles = resolve(recipe)
     assert roles.critic
+    assert roles.policy.layout.max_cp == (1 if request.param == 1 else 2)
     return PolicyRanks(cluster, roles.policy, frozenset()), AuxiliaryRanks(
         cluster, roles.critic, frozenset()
     )

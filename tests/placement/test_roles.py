@@ -69,7 +69,10 @@ def test_rows_by_length_have_as_many_ranks_as_the_longest_sample_needs(
 
 def test_a_reward_model_splits_no_rows_by_length(folder: Path) -> None:
     """It is told, because the budget of one rank would cut chats."""
-    keys = {"train": {"cp": "auto"}, "reward_model": {"path": str(folder)}}
+    keys: dict[str, dict[str, Any]] = {
+        "train": {"cp": "auto"},
+        "reward_model": {"path": str(folder)},
+    }
     (error,) = resolve(made(folder, **keys)).models["reward_model"].layout_errors()
     assert error.where == "reward_model.ranks.cp"
     keys["reward_model"]["ranks"] = {"cp": 1}
