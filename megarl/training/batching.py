@@ -263,7 +263,7 @@ def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroB
 
 @dataclass(frozen=True)
 class _Load(Load):
-    """Pieces, of most padded tokens first: the rows of a sample that fit one micro-batch, nearly always its only one."""
+    """Pieces, most padded tokens first: the rows of a sample that fit one micro-batch, nearly always its only one."""
 
     pieces: tuple[MicroBatch, ...]
 
@@ -272,7 +272,9 @@ class _Load(Load):
         pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int, budget: int
     ) -> _Load:
         # padded, because a piece of many short rows may need more ranks than a longer piece of a single row
-        tokens_of = [(sum([_padded(ref.length, align) for ref in piece]), piece) for piece in pieces]
+        tokens_of = [
+            (sum([_padded(ref.length, align) for ref in piece]), piece) for piece in pieces
+        ]
         tokens_of.sort(key=lambda sized: (-sized[0], key_of(sized[1][0])))
         tokens = [padded for padded, _ in tokens_of]
         ordered = tuple(piece for _, piece in tokens_of)
