@@ -172,7 +172,9 @@ def test_a_micro_batch_holds_the_longest_sequence_as_long_as_it_is_padded() -> N
     )
 
 
-@pytest.mark.parametrize(("longest", "fits"), [(104, 26), (120, 30), (150, 38), (200, 50), (220, 224)])
+@pytest.mark.parametrize(
+    ("longest", "fits"), [(104, 26), (120, 30), (150, 38), (200, 50), (220, 224)]
+)
 def test_a_row_by_length_holds_the_longest_sequence(longest: int, fits: int) -> None:
     """The recipe's is of 104 tokens, over 4 ranks with 26 to 50 tokens each, 2 with 52 to 102, and 1 with more."""
     made = recipe(Path("none"), TrainLayout(8, 1, 1, 1), cp="auto", tokens_per_micro_batch=26)
