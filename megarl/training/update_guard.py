@@ -124,7 +124,7 @@ class UpdateGuard:
         if not is_local:
             what += "; all data-parallel ranks did, as where a rate (train.lr) is too high"
             if self._layout.max_cp == self._layout.dp:
-                what += ", or where one of them has a fault in a row that train.cp: auto splits over all"
+                what += ", or where one has a fault in a row that train.cp: auto splits over all"
         elif len(ranks) > 1:
             what += "; they share these numbers, and the fault is of one of them"
         return _fault("not_finite", what, ranks, is_local=is_local)
