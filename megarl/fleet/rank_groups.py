@@ -406,10 +406,8 @@ class PolicyRanks(RankGroup):
         statistics = self._train(algorithm, shares, lr, states, token_values)
         seconds = time.perf_counter() - began
         lengths = [sample.length for sample in samples]
-        gpu = device.gpu_name()
-        return Trained(
-            statistics, speed(self._shape, lengths, seconds, self._layout.world_size, gpu)
-        )
+        gpus = self._layout.world_size
+        return Trained(statistics, speed(self._shape, lengths, seconds, gpus, device.gpu_name()))
 
 
 class AuxiliaryRanks(RankGroup):

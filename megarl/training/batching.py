@@ -44,6 +44,7 @@ class SampleRef:
 
 
 MicroBatch = tuple[SampleRef, ...]
+_Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
 Key = tuple[int, int, int]  # group, sample and row
 _MORE = 2  # rounds of micro-batches that are tried beyond the fewest
 TokenValues = dict[Key, FloatArray]  # of some samples: a number for each token of the response
@@ -170,7 +171,6 @@ def plan_updates(
         raise ValueError(f"{len(whole)} samples cannot make {updates} updates")
     plans = []
     for part in _stratified(whole, updates):
-        refs = [ref for rows in part for ref in rows]
         micro_batches = _micro_batches(
             part,
             dp=dp,
@@ -181,17 +181,27 @@ def plan_updates(
             bubble_micro_batches=bubble_micro_batches,
             max_cp=max_cp,
         )
-        trained = sum(ref.tokens for ref in refs)
-        update = Update(
-            micro_batches,
-            denominator_of(aggregation, trained, len(part), longest_response),
-            tokens=sum(ref.length for ref in refs),
-            loss_tokens=trained,
-            correct_tokens=sum(ref.tokens for ref in refs if ref.is_correct),
-            has_turns=trained < sum(ref.response_length for ref in refs) or len(refs) > len(part),
-        )
-        plans.append(update)
+        plans.append(_update(part, micro_batches, aggregation, longest_response))
     return plans
+
+
+def _update(
+    part: Sequence[MicroBatch],
+    micro_batches: _Hands,
+    aggregation: Aggregation,
+    longest_response: int,
+) -> Update:
+    """The update of these samples, each with its rows, with their micro-batches on every rank."""
+    refs = [ref for rows in part for ref in rows]
+    trained = sum(ref.tokens for ref in refs)
+    return Update(
+        micro_batches,
+        denominator_of(aggregation, trained, len(part), longest_response),
+        tokens=sum(ref.length for ref in refs),
+        loss_tokens=trained,
+        correct_tokens=sum(ref.tokens for ref in refs if ref.is_correct),
+        has_turns=trained < sum(ref.response_length for ref in refs) or len(refs) > len(part),
+    )
 
 
 def _micro_batches(
@@ -249,9 +259,6 @@ def _stratified(whole: Sequence[MicroBatch], updates: int) -> list[list[MicroBat
 def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
     """Every sequence of one rank's share of the updates, in order."""
     return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
-
-
-_Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
 
 
 def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroBatch, ...]:
