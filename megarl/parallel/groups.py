@@ -25,6 +25,8 @@ from megarl.algos.statistics import Statistic, Statistics
 from megarl.placement.train_layout import TrainLayout
 
 TOLD_BYTES = 512
+# of this process's world: see `_row_groups`
+_ROW_GROUPS: dict[int, dist.ProcessGroup] = {}
 
 
 def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:
@@ -103,13 +105,14 @@ def _initialize_groups(layout: TrainLayout, timeout_s: float) -> None:
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
-    parallel_state._HYBRID_DP_CP_GROUPS = _row_groups(layout, timeout_s)
+    _ROW_GROUPS.clear()
+    _ROW_GROUPS.update(_row_groups(layout, timeout_s))
 
 
 def _row_groups(layout: TrainLayout, timeout_s: float) -> dict[int, dist.ProcessGroup]:
-    """By their number, the data-parallel ranks with which this one may split a row: 2, 4, ... that follow each other.
+    """{size: the group of this rank and of the data-parallel ranks beside it that split a row of `size` ranks}.
 
-    Megarl makes what Megatron calls hybrid groups, because Megatron would make larger ones, too, which take memory.
+    Sizes are 2, 4, ... to max_cp. Megatron's own hybrid groups go up to all data-parallel ranks, and take memory.
     """
     own: dict[int, dist.ProcessGroup] = {}
     ranks = [layout.coords(rank) for rank in range(layout.world_size)]
@@ -151,7 +154,7 @@ def cp_group(size: int) -> dist.ProcessGroup:
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == size:
         return group
-    return parallel_state._HYBRID_DP_CP_GROUPS[size]
+    return _ROW_GROUPS[size]
 
 
 def dp_cp_group() -> dist.ProcessGroup:

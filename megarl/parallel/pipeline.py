@@ -57,8 +57,7 @@ class Pipeline:
     """The model chunks of a training rank, with their routing.
 
     finiteness: sees what the passes compute. cp_by_length: whether rows are split over different numbers of ranks.
-    aux_loss, z_loss and mtp_loss: weights of the auxiliary losses, each a
-    mean over tokens.
+    aux_loss, z_loss and mtp_loss: weights of the auxiliary losses, each a mean over tokens.
     """
 
     chunks: Sequence[DistributedDataParallel | Chunk]

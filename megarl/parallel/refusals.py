@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from megarl.device import DEVICE
 from megarl.parallel.model import (
@@ -18,6 +19,7 @@ from megarl.parallel.options import option_errors
 from megarl.placement.recomputation import recompute_errors
 from megarl.placement.roles import Role
 from megarl.types import UserError
+from megarl.types.listed import ErrorIterator, listed
 
 
 def megatron_errors(role: Role, device: str) -> list[UserError]:
@@ -35,10 +37,8 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
         *recompute_errors(train, shape),
         *role.overlap_errors(),
     ]
-    by_length = layout.max_cp > 1 and train.megatron.get("cp_comm_type") not in (None, "p2p")
-    if by_length:
-        problem = "with train.cp: auto the groups of ranks are other ones in each micro-batch"
-        errors.append(UserError("train.megatron.cp_comm_type", problem, "remove it: p2p fits all"))
+    if layout.max_cp > 1 and not errors:
+        errors += _row_group_errors(train.megatron)
     if errors or shape is None or layout.errors(shape):
         return errors
     dtype = DTYPES[role.recipe.model.dtype]
@@ -70,3 +70,19 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
         if missing:
             errors.append(missing)
     return errors
+
+
+@listed
+def _row_group_errors(megatron: Mapping[str, Any]) -> ErrorIterator:
+    """Options that need the same context-parallel ranks in every micro-batch, which `train.cp: auto` does not have."""
+    problem = "with train.cp: auto each micro-batch has its own groups of ranks"
+    if megatron.get("cp_comm_type") not in (None, "p2p"):
+        yield UserError("train.megatron.cp_comm_type", problem, "remove it: p2p fits all")
+    scope = megatron.get("cuda_graph_scope") or "full"
+    scopes = scope.split(",") if isinstance(scope, str) else scope
+    for option in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+        # neither attention nor a router, whose exchanges a graph would repeat in the group of the first row
+        if megatron.get(option) not in (None, False, "none") and {*scopes} != {"mlp"}:
+            has = f"{problem}, and a graph of attention or of a router keeps those of the first"
+            hint = "remove it, or set train.megatron.cuda_graph_scope to mlp"
+            yield UserError(f"train.megatron.{option}", has, hint)

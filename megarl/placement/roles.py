@@ -287,11 +287,22 @@ def resolve(recipe: Recipe, *, learns: bool = True) -> Roles:
 
 
 def _only_loading(recipe: Recipe) -> Recipe:
-    """The recipe of ranks that get a checkpoint's weights: without a reference, and adapters to begin with."""
+    """The recipe of ranks that get a checkpoint's weights: without a reference, and adapters to begin with.
+
+    They have no rows, so that `train.cp: auto` asks for no number of data-parallel ranks.
+    """
     algorithm = recipe.algorithm.model_copy(update={"kl_coefficient": 0.0})
     lora = recipe.lora and recipe.lora.model_copy(update={"path": None})
+    train = recipe.train
+    if train.cp == "auto":
+        train = train.model_copy(update={"cp": 1})
     return recipe.model_copy(
-        update={"reference": type(recipe.reference)(), "algorithm": algorithm, "lora": lora}
+        update={
+            "reference": type(recipe.reference)(),
+            "algorithm": algorithm,
+            "lora": lora,
+            "train": train,
+        }
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -21,7 +22,7 @@ from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout, nearest
 from megarl.plan.turns import Turns, turns_of
-from megarl.training.batching import SampleRef, Update, plan_updates
+from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates
 from megarl.training.flops import train_work
 from megarl.types import IntArray
 
@@ -76,8 +77,10 @@ class RankWork:
     micro_batches_full: if every response had the longest length. bubble: of a pipeline's time with so many
     micro-batches, over the time without, less 1: (pp - 1) / (micro-batches x vpp) (Narayanan et al. 2021, section 2.2);
     micro-batches that are empty on all ranks pass quickly, and are not counted in it.
-    cp_shares: the share of a rank's tokens that are in rows of so many context-parallel ranks.
     balance: the work of the mean rank over that of the slowest, micro-batch by micro-batch.
+    copies: the data-parallel ranks that have a sample, in the mean of all tokens; more than 1 with `train.cp: auto`.
+    ring_shares: with `train.cp: auto`, by the ranks of a row: of the rows that pass on the most keys and values at
+    their place, the tokens of a rank, over those of the mean rank, times `balance`, by which all seconds are divided.
     """
 
     updates: int
@@ -89,7 +92,8 @@ class RankWork:
     micro_batches_full: float
     bubble: float
     balance: float
-    cp_shares: Mapping[int, float] = field(default_factory=dict)
+    copies: float = 1.0
+    ring_shares: Mapping[int, float] = field(default_factory=dict)
 
 
 def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Samples:
@@ -113,13 +117,19 @@ def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Sam
 
 
 def samples_bytes(
-    recipe: Recipe, shape: ModelShape, layout: TrainLayout, engine: EngineLayout, samples: Samples
+    recipe: Recipe,
+    shape: ModelShape,
+    layout: TrainLayout,
+    engine: EngineLayout,
+    samples: Samples,
+    *,
+    copies: float,
 ) -> list[int]:
     """Bytes of each node's host: its engines' samples, and those that training ranks there fetch (rank_groups).
 
     Of each token an id of 8 bytes, a probability of 4, a mark of 1 (whether the model sampled it), and with replay the
     experts of each layer, of 1 byte, or of 2 where there are more than 256. The first pipeline stage fetches whole
-    groups too, to take the samples out of them.
+    groups too, to take the samples out of them. copies: as of RankWork.
     """
     size = recipe.placement.gpus_per_node
     of_expert = 1 if shape.num_experts <= 256 else 2
@@ -131,7 +141,7 @@ def samples_bytes(
     coords = map(layout.coords, range(layout.world_size))
     ranks = {(at.rank // size, at.dp, at.pp == 0) for at in coords}
     for node, _, is_first in ranks:
-        node_bytes[node] += (1 + is_first) * samples.num_trained * of_sample / layout.dp
+        node_bytes[node] += (1 + is_first) * copies * samples.num_trained * of_sample / layout.dp
     return [math.ceil(num_bytes) for num_bytes in node_bytes]
 
 
@@ -172,6 +182,13 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
         slowest += slowest_rank.sum()
         total += works.sum() / layout.dp
         bubble += layout.bubble_micro_batches / np.count_nonzero(slowest_rank)
+    balance = float(total / slowest)
+    held = sum(
+        ref.length
+        for update in updates
+        for rank in update.micro_batches
+        for ref in itertools.chain(*rank)
+    )
     per_rank = len(updates) * layout.dp
     return RankWork(
         updates=len(updates),
@@ -182,20 +199,34 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
         micro_batches=micro_batches,
         micro_batches_full=_full_micro_batches(recipe, layout, samples, shape),
         bubble=float(bubble / len(updates)),
-        balance=float(total / slowest),
-        cp_shares=_cp_shares(updates, layout),
+        balance=balance,
+        copies=float(held / samples.lengths.sum()),
+        ring_shares=_ring_shares(updates, layout, balance),
     )
 
 
-def _cp_shares(updates: Sequence[Update], layout: TrainLayout) -> dict[int, float]:
-    """The tokens in rows of so many ranks over all tokens, as each rank has its part of a row."""
-    tokens: dict[int, float] = {}
+def _ring_shares(
+    updates: Sequence[Update], layout: TrainLayout, balance: float
+) -> dict[int, float]:
+    """As of RankWork: at each place of an update the ranks of all rows wait for those of one."""
+    tokens: defaultdict[int, float] = defaultdict(float)
     for update in updates:
-        for rank in update.micro_batches:
-            for ref in itertools.chain(*rank):
-                cp = layout.cp * ref.cp
-                tokens[cp] = tokens.get(cp, 0.0) + ref.length / ref.cp
-    return {cp: count / sum(tokens.values()) for cp, count in tokens.items()}
+        for rows in zip(*update.micro_batches, strict=True):
+            slowest = max(filter(None, rows), key=_passed_on, default=())
+            if slowest and slowest[0].cp > 1:
+                tokens[slowest[0].cp] += _own_tokens(slowest)
+    mean = sum(update.tokens for update in updates) / layout.dp
+    return {cp: balance * count / mean for cp, count in tokens.items()}
+
+
+def _own_tokens(row: MicroBatch) -> float:
+    """The tokens of a row on each of its ranks."""
+    return sum(ref.length / ref.cp for ref in row)
+
+
+def _passed_on(row: MicroBatch) -> float:
+    """The tokens whose keys and values each of a row's ranks passes on, one rank's after the other."""
+    return (row[0].cp - 1) * _own_tokens(row)
 
 
 def _full_micro_batches(

@@ -84,8 +84,9 @@ def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     shape = resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
     for tp, cp in product(divisors(recipe.placement.gpus_per_node), divisors(recipe_layout.cp)):
-        ranks = recipe_layout.world_size // (tp * cp)
-        for pp, vpp, ep in product(divisors(ranks), range(1, MOST_CHUNKS + 1), experts):
+        for pp, vpp, ep in product(
+            divisors(recipe_layout.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts
+        ):
             if pp == 1 < vpp:
                 stages = None
             else:

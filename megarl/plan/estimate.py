@@ -118,8 +118,7 @@ class Estimator:
         shares: dict[RoleName, RankWork] = {
             name: self._share(role) for name, role in roles.models.items()
         }
-        micro_batches = math.ceil(shares["policy"].micro_batches)
-        memory = plan_memory(roles.recipe, self.hardware, sizes, self.samples, micro_batches)
+        memory = plan_memory(roles.recipe, self.hardware, sizes, self.samples, shares["policy"])
         return Estimate(overlay, roles, sizes, shares, memory, self)
 
     def rough_train_s(self, overlay: Overlay) -> float | None:

@@ -81,7 +81,7 @@ class RankLayers:
     """The layers of one training rank, and what is hidden in them.
 
     deepep: a token goes once to each rank, not once to each chosen expert.
-    cp_shares: as of RankWork; without it each row is split over layout.cp ranks.
+    ring_shares: as of RankWork; without any all ranks have rows of layout.cp ranks.
     """
 
     shape: ModelShape
@@ -90,7 +90,7 @@ class RankLayers:
     gpus_per_node: int
     deepep: bool = False
     overlaps: frozenset[Overlap] = frozenset()
-    cp_shares: Mapping[int, float] = field(default_factory=dict)
+    ring_shares: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def stage_loads(self) -> list[float]:
@@ -241,7 +241,7 @@ class RankLayers:
         if mla:
             width = shape.num_heads * (mla.nope_dim + mla.rope_dim + mla.v_dim)
         own = tokens / layout.cp * width / layout.tp * _ACTIVATION_BYTES
-        shares = self.cp_shares or {layout.cp: 1.0}
+        shares = self.ring_shares or {layout.cp: 1.0}
         return sum(
             share * (cp - 1) * own / self.link_per_s(layout.tp * cp) for cp, share in shares.items()
         )

@@ -29,7 +29,7 @@ from megarl.placement.roles import (
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
 from megarl.plan.adapter_sizes import adapter_slot_bytes
-from megarl.plan.batch import Samples, samples_bytes
+from megarl.plan.batch import RankWork, Samples, samples_bytes
 from megarl.plan.engine_memory import (
     MIB,
     Kv,
@@ -100,13 +100,13 @@ def plan_memory(
     hardware: Hardware,
     sizes: ModelSizes,
     samples: Samples,
-    micro_batches: int,
+    work: RankWork,
 ) -> MemoryPlan:
     """The memory of every phase, without errors; the recipe's layouts must have no error.
 
-    micro_batches: of one update.
+    work: of the policy's ranks.
     """
-    count = _SlotMemory(recipe, hardware, sizes, micro_batches)
+    count = _SlotMemory(recipe, hardware, sizes, math.ceil(work.micro_batches))
     phases = [phase for phase in PHASES if COMPUTES.get(phase, "policy") in sizes]
     tables = {phase: count.parts(phase) for phase in phases}
     totals = {phase: [parts.total_bytes for parts in table] for phase, table in tables.items()}
@@ -116,7 +116,7 @@ def plan_memory(
         device={phase: tables[phase][slot] for phase, slot in fullest.items()},
         fullest_slot=fullest,
         slot_bytes=totals,
-        host=count.host(samples),
+        host=count.host(samples, work.copies),
         host_capacity_bytes=hardware.host_bytes,
         kv=kv_of(recipe, count.tokens, count.token_bytes, samples.running_tokens),
     )
@@ -276,12 +276,14 @@ class _SlotMemory:
             staged += min(FILE_BYTES, sum(self.engine_weights))
         return staged + SCRATCH_BYTES * widest * engine.fp8
 
-    def host(self, samples: Samples) -> dict[str, int]:
+    def host(self, samples: Samples, copies: float) -> dict[str, int]:
         """Host bytes of the fullest node by purpose; see the constants."""
         engine = self.engine
         policy = self.policy
         gpus_per_node = self.recipe.placement.gpus_per_node
-        held = samples_bytes(self.recipe, policy.shape, policy.layout, engine, samples)
+        held = samples_bytes(
+            self.recipe, policy.shape, policy.layout, engine, samples, copies=copies
+        )
         per_node = [Counter(samples=num_bytes) for num_bytes in held]
         if tools := tools_bytes(self.recipe):
             for first_slot in range(engine.first, engine.end, engine.tp):

@@ -152,7 +152,7 @@ def make_plan(
         for role, size in sizes.items()
     }
     learning, others = step_times(roles, hardware, sizes, shares, samples, reshard.expected_s)
-    tries = _Tries(hardware, sizes, samples, math.ceil(shares["policy"].micro_batches), others)
+    tries = _Tries(hardware, sizes, samples, shares["policy"], others)
     memory = with_errors(recipe, hardware, sizes, tries.memory)
     phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
     rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
@@ -193,16 +193,19 @@ def _advice(roles: Roles, tries: _Tries, memory: MemoryPlan, rollout: RolloutTim
 
 @dataclass(frozen=True)
 class _Tries:
-    """Recipes with other engines or phases, and the same training. others: a step's seconds without its rollout."""
+    """Recipes with other engines or phases, and the same training.
+
+    work: of the policy's ranks. others: a step's seconds without its rollout.
+    """
 
     hardware: Hardware
     sizes: ModelSizes
     samples: Samples
-    micro_batches: int
+    work: RankWork
     others: StepTime
 
     def memory(self, changed: Recipe, sizes: ModelSizes) -> MemoryPlan:
-        return plan_memory(changed, self.hardware, sizes, self.samples, self.micro_batches)
+        return plan_memory(changed, self.hardware, sizes, self.samples, self.work)
 
     def phases(self, changed: Recipe) -> TriedPhases | None:
         room = self.memory(changed, self.sizes)

@@ -276,7 +276,7 @@ def step_times(
             gpus_per_node=node,
             deepep=is_flex,
             overlaps=overlaps,
-            cp_shares=shares[role].cp_shares,
+            ring_shares=shares[role].ring_shares,
         )
         models[role] = _computing(size, layers, samples, shares[role], roles.shared_slots)
     learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"])}

@@ -99,7 +99,8 @@ def check(recipe: Recipe) -> Inputs:
 def check_rollout(recipe: Recipe, out: Path) -> Inputs:
     """The same for sampling into a file without training."""
     error = output_error(out, "--out")
-    return _check_inputs(_Case("rollout", resolve(recipe)), [error] if error else [])
+    roles = resolve(recipe, learns=False)
+    return _check_inputs(_Case("rollout", roles), [error] if error else [])
 
 
 def check_samples(recipe: Recipe, path: Path) -> SampleFile:
@@ -386,7 +387,8 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Errors,
         prompts = list(train)
         if len(data.train) < len(recipe.data.train):  # a file that is not here
             prompts.append(Prompt("", "", (0,) * recipe.data.max_prompt_tokens, ""))
-        errors += length_errors(roles, tokenizer, prompts, cache, vocab_size)
+        learns = case.command != "rollout"
+        errors += length_errors(roles, tokenizer, prompts, cache, vocab_size, learns=learns)
     errors += demonstration_errors(recipe, episode, train)
     scored = [*train, *chain.from_iterable(eval_sets.values())]
     errors += reward_errors(recipe, scored, has_own=episode.has_reward)

@@ -14,6 +14,7 @@ from megarl.data.prompts import vocabulary_errors
 from megarl.data.tokens import TokenCache, Tokens, cached_tokens, tokenise
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles
+from megarl.placement.train_layout import fewest_ranks
 from megarl.samples.parquet import SampleFile
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, SampleGroup, UserError
@@ -31,12 +32,27 @@ def budget_errors(role: Role, longest: int, what: str) -> ErrorIterator:
     budget = role.recipe.train.tokens_per_micro_batch
     max_cp = role.layout.max_cp
     if needed > max_cp * budget:
-        ranks = f" on each of {max_cp} ranks" if max_cp > 1 else ""
+        ranks = ""
+        hint = f"set it to at least {needed}"
+        if max_cp > 1:
+            ranks = f" on each of {max_cp} ranks"
+            hint = f"set it to {_least_budget(role, needed)}"
         yield UserError(
             f"{role.branch}.tokens_per_micro_batch",
             f"{budget}{ranks} is less than {what} ({needed} tokens)",
-            f"set it to at least {-(-needed // (2 * max_cp)) * 2 if max_cp > 1 else needed}",
+            hint,
         )
+
+
+def _least_budget(role: Role, needed: int) -> int:
+    """The least larger budget that holds so many tokens on the ranks that `train.cp: auto` splits a row over with it.
+
+    A larger budget may hold less: the recipe's longest sequence may then need half as many ranks.
+    """
+    longest = role.recipe.longest_sequence
+    budget = role.recipe.train.tokens_per_micro_batch
+    larger = range(budget // 2 * 2 + 2, needed + 1, 2)
+    return next(each for each in larger if fewest_ranks(longest, each) * each >= needed)
 
 
 @listed
@@ -46,10 +62,12 @@ def length_errors(
     train: Sequence[Prompt],
     cache: TokenCache | None,
     vocab_size: int | None,
+    *,
+    learns: bool,
 ) -> ErrorIterator:
     """Micro-batches too small for the longest prompt and response; answers too long for a response, where taught.
 
-    vocab_size: the model's, or None where it is not known.
+    vocab_size: the model's, or None where it is not known. learns: whether ranks have micro-batches.
     """
     recipe = roles.recipe
     limit = recipe.longest_sample
@@ -59,7 +77,7 @@ def length_errors(
         prompt_tokens = max(len(prompt.token_ids) for prompt in train)
     longest = prompt_tokens + limit
     for role in roles.models.values():
-        if role.trains:  # a reward model cuts what is too long
+        if learns and role.trains:  # a reward model cuts what is too long
             yield from budget_errors(role, longest, "the longest prompt and response")
     if recipe.episode and recipe.data.messages:  # demonstration_errors has read them
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megarl.checkpoints import peft
@@ -90,7 +91,9 @@ def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> ErrorIte
             f"merged, but then 16-bit weights of the policy change in each step, and {where} shares them",
             f"set it to adapters, or leave {where} out",
         )
-    if role.slots != policy.slots or role.layout != policy.layout:
+    # over how many ranks each splits a row does not move a weight
+    layout, of_policy = (replace(each.layout, max_cp=1) for each in (role, policy))
+    if role.slots != policy.slots or layout != of_policy:
         yield UserError(
             f"{branch}.ranks",
             f"other slots or sizes than the policy's, whose weights {where} shares",

@@ -44,6 +44,7 @@ class SampleRef:
 
 
 MicroBatch = tuple[SampleRef, ...]
+_Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
 Key = tuple[int, int, int]  # group, sample and row
 _MORE = 2  # rounds of micro-batches that are tried beyond the fewest
 TokenValues = dict[Key, FloatArray]  # of some samples: a number for each token of the response
@@ -170,31 +171,69 @@ def plan_updates(
         raise ValueError(f"{len(whole)} samples cannot make {updates} updates")
     plans = []
     for part in _stratified(whole, updates):
-        refs = [ref for rows in part for ref in rows]
-        tokens = sum(ref.length for ref in refs)
-        trained = sum(ref.tokens for ref in refs)
-        denominator = denominator_of(aggregation, trained, len(part), longest_response)
-        _check_longest(_padded(max(ref.length for ref in refs), align), max_cp * token_budget)
-        load = _Load.of(part, work, align, token_budget)
-        # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
-        width = max_cp if load.tokens.max() > max_cp * token_budget else 1
-        hands = _fastest(
-            _loads(load, dp // width, work, align, width * token_budget, max_cp // width),
-            dp // width,
-            multiple,
-            width * token_budget,
-            bubble_micro_batches,
-            width * work(MICRO_BATCH_TOKENS),
+        micro_batches = _micro_batches(
+            part,
+            dp=dp,
+            token_budget=token_budget,
+            work=work,
+            align=align,
+            multiple=multiple,
+            bubble_micro_batches=bubble_micro_batches,
+            max_cp=max_cp,
         )
-        correct = sum(ref.tokens for ref in refs if ref.is_correct)
-        has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
-        plans.append(Update(_each(width, hands), denominator, tokens, trained, correct, has_turns))
+        plans.append(_update(part, micro_batches, aggregation, longest_response))
     return plans
 
 
-def _check_longest(tokens: int, budget: int) -> None:
-    if tokens > budget:
-        raise ValueError(f"a sample of {tokens} tokens exceeds the micro-batch budget of {budget}")
+def _update(
+    part: Sequence[MicroBatch],
+    micro_batches: _Hands,
+    aggregation: Aggregation,
+    longest_response: int,
+) -> Update:
+    """The update of these samples, each with its rows, with their micro-batches on every rank."""
+    refs = [ref for rows in part for ref in rows]
+    trained = sum(ref.tokens for ref in refs)
+    return Update(
+        micro_batches,
+        denominator_of(aggregation, trained, len(part), longest_response),
+        tokens=sum(ref.length for ref in refs),
+        loss_tokens=trained,
+        correct_tokens=sum(ref.tokens for ref in refs if ref.is_correct),
+        has_turns=trained < sum(ref.response_length for ref in refs) or len(refs) > len(part),
+    )
+
+
+def _micro_batches(
+    part: Sequence[MicroBatch],
+    *,
+    dp: int,
+    token_budget: int,
+    work: Callable[[int], float],
+    align: int,
+    multiple: int,
+    bubble_micro_batches: float,
+    max_cp: int,
+) -> _Hands:
+    """The micro-batches of each rank for the samples of one update; arguments and errors as of `plan_updates`."""
+    longest = max(_padded(ref.length, align) for rows in part for ref in rows)
+    if longest > max_cp * token_budget:
+        ranks = f" of {max_cp} ranks" if max_cp > 1 else ""
+        raise ValueError(
+            f"a sample of {longest} tokens exceeds the micro-batch budget of {max_cp * token_budget}{ranks}"
+        )
+    load = _Load.of(part, work, align, token_budget)
+    # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
+    width = max_cp if load.tokens.max() > max_cp * token_budget else 1
+    hands = _fastest(
+        _loads(load, dp // width, work, align, width * token_budget, max_cp // width),
+        dp // width,
+        multiple,
+        width * token_budget,
+        bubble_micro_batches,
+        width * work(MICRO_BATCH_TOKENS),
+    )
+    return tuple(_split_over(width, hand) for hand in hands for _ in range(width))
 
 
 def _padded(length: int, align: int) -> int:
@@ -222,9 +261,6 @@ def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
     return [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
 
 
-_Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
-
-
 def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroBatch, ...]:
     """The micro-batches as each of so many ranks has them."""
     if ranks == 1:
@@ -232,14 +268,9 @@ def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroB
     return tuple(tuple(replace(ref, cp=ranks) for ref in batch) for batch in micro_batches)
 
 
-def _each(ranks: int, hands: _Hands) -> _Hands:
-    """The hands of so many ranks in the place of each, which split its rows."""
-    return tuple(_split_over(ranks, hand) for hand in hands for _ in range(ranks))
-
-
 @dataclass(frozen=True)
 class _Load(Load):
-    """Pieces, longest first: the rows of a sample that fit one micro-batch together, nearly always its only one."""
+    """Pieces, most padded tokens first: the rows of a sample that fit one micro-batch, nearly always its only one."""
 
     pieces: tuple[MicroBatch, ...]
 
@@ -247,17 +278,18 @@ class _Load(Load):
     def of(
         pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int, budget: int
     ) -> _Load:
-        ordered = tuple(
-            sorted(
-                pieces, key=lambda piece: (-sum([ref.length for ref in piece]), key_of(piece[0]))
-            )
-        )
-        lengths = [[ref.length for ref in piece] for piece in ordered]
-        tokens = [sum(_padded(length, align) for length in piece) for piece in lengths]
+        # padded, because a piece of many short rows may need more ranks than a longer piece of a single row
+        tokens_of = [
+            (sum([_padded(ref.length, align) for ref in piece]), piece) for piece in pieces
+        ]
+        tokens_of.sort(key=lambda sized: (-sized[0], key_of(sized[1][0])))
+        tokens = [padded for padded, _ in tokens_of]
+        ordered = tuple(piece for _, piece in tokens_of)
+        work_of = [sum(work(ref.length) for ref in piece) for piece in ordered]
         return _Load(
             tokens=np.array(tokens, np.int64),
-            work=np.array([sum(map(work, piece)) for piece in lengths], np.float64),
-            ranks=np.array([fewest_ranks(each, budget) for each in tokens], np.int64),
+            work=np.array(work_of, np.float64),
+            ranks=np.array([fewest_ranks(padded, budget) for padded in tokens], np.int64),
             pieces=ordered,
         )
 
@@ -320,6 +352,7 @@ def _fastest(
         )
         assigned = [_assign(bins, load, sharing) for bins, load in zip(filled, loads, strict=True)]
         hands = tuple(hand for hands, _ in assigned for hand in hands)
+        assert {len(hand) for hand in hands} == {places}, "ranks would wait for each other forever"
         slowest = float(np.max([heaviest for _, heaviest in assigned], axis=0).sum())
         # the others pass quickly
         in_use = sum(any(hand[place] for hand in hands) for place in range(places))

@@ -17,7 +17,7 @@ Bin = list[int]  # places in a Load
 
 @dataclass(frozen=True)
 class Load:
-    """Pieces, longest first, with the tokens [N] that each takes of a row and the work [N] that it is.
+    """Pieces, of most tokens first, with the tokens [N] that each takes of a row, padding included, and its work [N].
 
     ranks [N]: the fewest, a power of two, whose budgets together hold the piece.
     """

@@ -123,14 +123,16 @@ class UpdateGuard:
         is_local = not self._is_everywhere(ranks)
         if not is_local:
             what += "; all data-parallel ranks did, as where a rate (train.lr) is too high"
+            if self._layout.max_cp == self._layout.dp:
+                what += ", or where one has a fault in a row that train.cp: auto splits over all"
         elif len(ranks) > 1:
             what += "; they share these numbers, and the fault is of one of them"
         return _fault("not_finite", what, ranks, is_local=is_local)
 
     def _is_everywhere(self, ranks: Sequence[int]) -> bool:
-        """Whether the ranks are of all data-parallel ranks, of more than have one row together."""
+        """Whether these are all of several data-parallel ranks, whatever rows they have."""
         layout = self._layout
-        return layout.max_cp < layout.dp == len({layout.coords(rank).dp for rank in ranks})
+        return 1 < layout.dp == len({layout.coords(rank).dp for rank in ranks})
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from tests.parallel.gradients import (
 )
 from tests.parallel.precision import within
 from tests.parallel.worlds import (
+    LONGEST,
     assign,
     planned,
     ragged,
@@ -144,6 +145,18 @@ CASES = [
     for family in SETTINGS
     for name in LAYOUTS
 ]
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.max_cp > 1])
+def test_layouts_with_rows_by_length_have_rows_of_all_kinds(name: str) -> None:
+    """Of one rank and of several, empty ones, and a split row that a sequence fills up which one rank would hold."""
+    layout = LAYOUTS[name]
+    sequences = ragged(14, VOCAB_SIZE, seed=3)
+    lengths = [len(sequence.token_ids_T) for sequence in sequences]
+    rows = [row for dp in range(layout.dp) for row in planned(sequences, layout, dp)]
+    assert {row[0][1] if row else 0 for row in rows} == {0, 1, 2, layout.max_cp}
+    of_one_rank = LONGEST // layout.max_cp
+    assert any(cp > 1 and lengths[place] <= of_one_rank for row in rows for place, cp in row)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)

@@ -172,17 +172,18 @@ def planned(
 ) -> list[list[tuple[int, int]]]:
     """One data-parallel rank's micro-batches with `train.cp: auto`: (place in sequences, ranks of the row).
 
-    Short sequences have micro-batches of their own, so that there are rows of 1, 2, ... ranks, and an empty one.
+    The shortest sequence has a micro-batch of its own, so that there are rows of 1, 2, ... ranks, and empty ones.
     """
     from megarl.training.batching import SampleRef, plan_updates
 
     budget = LONGEST // layout.max_cp
     lengths = [len(sequence.token_ids_T) for sequence in sequences]
     refs = [SampleRef(0, place, length, length - 1) for place, length in enumerate(lengths)]
+    refs.sort(key=lambda ref: ref.length)
     batches = []
-    for are_long in (True, False):
+    for together in (refs[1:], refs[:1]):
         (update,) = plan_updates(
-            [ref for ref in refs if (ref.length > budget) == are_long],
+            together,
             updates=1,
             dp=layout.dp,
             token_budget=budget,

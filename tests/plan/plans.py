@@ -15,7 +15,7 @@ from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName
 from megarl.placement.train_layout import TrainLayout
-from megarl.plan.batch import step_samples
+from megarl.plan.batch import RankWork, step_samples
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.fit import with_errors
 from megarl.plan.model_size import ModelSize
@@ -129,7 +129,19 @@ def count(
     mean_share: float = 0.5,
 ) -> MemoryPlan:
     """The memory where responses have that share of the longest length in the mean."""
-    return plan_memory(recipe, hardware, sizes, step_samples(recipe, mean_share), MANY)
+    samples = step_samples(recipe, mean_share)
+    work = RankWork(
+        updates=1,
+        dp=1,
+        sequences=samples.num_trained,
+        tokens=float(samples.lengths.sum()),
+        tokens_full=samples.num_trained * samples.longest,
+        micro_batches=MANY,
+        micro_batches_full=MANY,
+        bubble=0.0,
+        balance=1.0,
+    )
+    return plan_memory(recipe, hardware, sizes, samples, work)
 
 
 def memory(

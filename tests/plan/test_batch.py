@@ -9,8 +9,10 @@ import pytest
 from megarl.config.loading import overlaid
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import engine_layout, train_layout
-from megarl.placement.train_layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout, fewest_ranks
+from megarl.plan import batch
 from megarl.plan.batch import advice, response_lengths, samples_bytes, share_of, step_samples
+from megarl.training.batching import SampleRef, Update
 from tests.plan import recipes as planning
 
 
@@ -59,13 +61,15 @@ def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
     )  # fmt: skip
     layouts = model_shape(tmp_path), train_layout(recipe), engine_layout(recipe)
     samples = step_samples(recipe)
-    node_bytes = samples_bytes(recipe, *layouts, samples)
+    node_bytes = samples_bytes(recipe, *layouts, samples, copies=1.0)
     whole = 10 * 4 * samples.mean_tokens * (4 * 2 + 8 + 4 + 1)
     # the first stage takes them out of whole groups
     assert node_bytes == [whole / 2 + 2 * whole, whole / 2 + whole]
     off = overlaid(recipe, {"train": {"replay": "off"}})
-    bare = samples_bytes(off, *layouts, samples)
+    bare = samples_bytes(off, *layouts, samples, copies=1.0)
     assert [num_bytes * 13 for num_bytes in node_bytes] == [num_bytes * 21 for num_bytes in bare]
+    split = samples_bytes(recipe, *layouts, samples, copies=1.5)
+    assert split == [whole / 2 + 3 * whole, whole / 2 + 1.5 * whole], "each rank of a row has it"
 
 
 def test_a_share_is_what_a_run_would_pack(tmp_path: Path) -> None:
@@ -94,13 +98,44 @@ def test_rows_by_length_are_counted_on_each_of_their_ranks(tmp_path: Path) -> No
     assert (layout.dp, layout.max_cp) == (2, 2)
     share = share_of(recipe, model_shape(tmp_path), layout, samples)
     assert share.micro_batches_full == 32
-    assert share.cp_shares == {1: 1.0}, "of 27 tokens each"
+    assert (share.copies, share.ring_shares) == (1.0, {}), "of 27 tokens each"
     recipe = planning.small(tmp_path, *keys, "train.tokens_per_micro_batch=26")
     assert train_layout(recipe).max_cp == 8, "which no check has seen"
     fixed = planning.small(tmp_path, *keys, "train.cp=2", "train.tokens_per_micro_batch=108")
     layout = train_layout(fixed)
     share = share_of(fixed, model_shape(tmp_path), layout, samples)
-    assert share.cp_shares == {2: 1.0} and share.micro_batches_full == 32
+    assert (share.copies, share.ring_shares, share.micro_batches_full) == (1.0, {}, 32)
+
+
+def test_ranks_wait_for_the_row_with_the_most_keys_and_values() -> None:
+    """Of two places, one has rows of one and of two ranks, and the other one over all four."""
+    layout = TrainLayout(4, 1, 1, 1, max_cp=4)
+    short, pair, long = (
+        SampleRef(0, number, length, length, cp=cp)
+        for number, (length, cp) in enumerate([(30, 1), (40, 2), (80, 4)])
+    )
+    micro_batches = (((pair,), (long,)),) * 2 + (((short,), (long,)), ((), (long,)))
+    update = Update(micro_batches, 1.0, tokens=150, loss_tokens=150)
+    assert batch._ring_shares([update], layout, 0.75) == {2: 0.75 * 20 / 37.5, 4: 0.75 * 20 / 37.5}
+
+
+def test_samples_of_mixed_lengths_are_on_as_many_ranks_as_they_need(tmp_path: Path) -> None:
+    """Of 31 to 125 tokens, on eight ranks with 50 each, where some need one rank, some two and some four."""
+    recipe = planning.small(
+        tmp_path, "rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=100",
+        "rollout.max_response_tokens=100", "train.tp=1", "train.pp=1", "train.cp=auto",
+        "train.tokens_per_micro_batch=50",
+    )  # fmt: skip
+    layout, samples = train_layout(recipe), step_samples(recipe)
+    share = share_of(recipe, model_shape(tmp_path), layout, samples)
+    lengths = samples.lengths.tolist()
+    ranks = [fewest_ranks(-(-length // 8) * 8, 50) for length in lengths]
+    assert {*ranks} == {1, 2, 4}
+    needed = sum(length * count for length, count in zip(lengths, ranks, strict=True)) / sum(
+        lengths
+    )
+    assert needed <= share.copies < 4, "short ones fill up split rows, too"
+    assert share.ring_shares.keys() == {2, 4}
 
 
 def test_an_interleaved_pipeline_waits_less(tmp_path: Path) -> None:

@@ -86,13 +86,16 @@ def test_ranks_that_split_an_expert_gather_its_tokens() -> None:
 
 
 def test_rows_by_length_pass_keys_and_values_among_their_own_ranks() -> None:
-    """Half of a rank's tokens are in rows of its own, a quarter in those of 2, and a quarter in those of 4 ranks."""
+    """All wait for a quarter of the tokens in rows of 2 ranks, and for a quarter in those of 4."""
     layout = TrainLayout(4, 1, 1, 1, max_cp=4)
-    shares = {1: 0.5, 2: 0.25, 4: 0.25}
-    by_length = RankLayers(SHAPE, layout, CARD, 8, cp_shares=shares).exchanges(TOKENS)
+    shares = {2: 0.25, 4: 0.25}
+    by_length = RankLayers(SHAPE, layout, CARD, 8, ring_shares=shares).exchanges(TOKENS)
     of_four = layers_of(4, cp=4).exchanges(4 * TOKENS)
     assert by_length.context == pytest.approx((0.25 * 1 + 0.25 * 3) / 3 * of_four.context)
     assert by_length.experts == layers_of(4).exchanges(TOKENS).experts
+    nodes = RankLayers(SHAPE, layout, CARD, 2, ring_shares=shares).exchanges(TOKENS)
+    on_fabric = (0.25 * 1 + 0.25 * 3 * NVLINK / FABRIC) / 3 * of_four.context
+    assert nodes.context == pytest.approx(on_fabric), "four ranks are on two nodes of two"
 
 
 def test_context_parallel_ranks_pass_keys_and_values_round_a_ring() -> None:

@@ -283,9 +283,10 @@ def test_variants_recompute_or_keep_and_move_the_optimizer(tmp_path: Path) -> No
 
 
 def test_variants_split_the_longest_sequence_where_ranks_divide(tmp_path: Path) -> None:
-    """Over two and four data-parallel ranks; a row of a fixed cp has whole sequences."""
+    """18,432 tokens over two and four data-parallel ranks; a row of a fixed cp has whole sequences."""
     recipe = stand_ins(planning.small(tmp_path, *KEYS))[0]
-    longest = recipe.longest_sequence
+    parts: dict[int, set[int]] = {1: set(), 2: {9216}, 4: {9216, 4608}, 8: {9216, 4608}}
+    seen: set[int] = set()
     for layout in train_overlays(recipe):
         sizes = layout["train"]
         dp = recipe.placement.gpus // (sizes["tp"] * sizes["pp"] * sizes["cp"])
@@ -294,9 +295,10 @@ def test_variants_split_the_longest_sequence_where_ranks_divide(tmp_path: Path) 
             for variant in train_variants(recipe, layout)
         }
         by_length = {budget for cp, budget in rows if cp == "auto"}
-        parts = {-(-longest // (2 * parts)) * 2 for parts in (2, 4) if dp % parts == 0}
-        assert by_length == (parts if sizes["cp"] == 1 else set())
-        assert all(budget >= longest for cp, budget in rows if cp != "auto")
+        assert by_length == (parts[dp] if sizes["cp"] == 1 else set())
+        assert all(budget >= 18432 for cp, budget in rows if cp != "auto")
+        seen.add(dp)
+    assert seen == {1, 2, 4, 8}
 
 
 def test_an_overlay_has_only_what_it_changes() -> None:

@@ -19,6 +19,7 @@ from megarl.preflight.checks_by_command import (
     _errors,
     _megatron,
     check,
+    check_convert,
     check_rollout,
     check_samples,
     errors_elsewhere,
@@ -565,6 +566,20 @@ def test_sampling_alone_does_not_ask_how_long_a_critic_warms_up(
     assert check_rollout(
         load_recipe(QUICKSTART, [*good, *keys]), tmp_path / "samples.parquet"
     ).prompts
+
+
+def test_ranks_without_rows_need_no_number_of_data_parallel_ranks(
+    good: list[str], told: Told, tmp_path: Path
+) -> None:
+    """A sample of 21 tokens on ranks of 8 needs four of them; there is one."""
+    keys = ["train.cp=auto", "train.tokens_per_micro_batch=8", "placement.gpus=1", "train.pp=1"]
+    keys += ["train.tp=1", "train.ep=1", "rollout.engine.count=1", "rollout.engine.tp=1"]
+    keys += ["warm_start.steps=0"]
+    (line, *_) = told(*keys)
+    assert line.startswith("train.cp: auto splits the longest sample over 4 ranks")
+    recipe = load_recipe(QUICKSTART, [*good, *keys])
+    check_convert(recipe)
+    assert check_rollout(recipe, tmp_path / "samples.parquet").prompts
 
 
 def test_one_side_alone_samples_neither_in_phases_nor_ahead(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.config.loading import overlaid
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Role, Roles, resolve
 from megarl.placement.train_layout import TrainLayout
@@ -169,3 +170,22 @@ def test_a_micro_batch_holds_the_longest_sequence_as_long_as_it_is_padded() -> N
     assert str(error) == (
         "train.tokens_per_micro_batch: 105 is less than a sequence (108 tokens); set it to at least 108"
     )
+
+
+@pytest.mark.parametrize(
+    ("longest", "fits"), [(104, 26), (120, 30), (150, 38), (200, 50), (220, 224)]
+)
+def test_a_row_by_length_holds_the_longest_sequence(longest: int, fits: int) -> None:
+    """The recipe's is of 104 tokens, over 4 ranks with 26 to 50 tokens each, 2 with 52 to 102, and 1 with more."""
+    made = recipe(Path("none"), TrainLayout(8, 1, 1, 1), cp="auto", tokens_per_micro_batch=26)
+    made = overlaid(
+        made, {"data": {"max_prompt_tokens": 50}, "rollout": {"max_response_tokens": 54}}
+    )
+    errors = budget_errors(resolve(made).policy, longest, "a sequence")
+    if longest <= 104:
+        assert errors == []
+        return
+    (error,) = errors
+    assert error.hint == f"set it to {fits}"
+    mended = overlaid(made, {"train": {"tokens_per_micro_batch": fits}})
+    assert budget_errors(resolve(mended).policy, longest, "a sequence") == []

@@ -301,3 +301,21 @@ def test_ppo_on_the_same_ranks_shares_the_policys_weights(paths: dict[str, Path]
     in_slots = [*in_weights, "model.dtype=bfloat16", "lora.sync=adapters"]
     for keys in (in_weights, in_slots):
         assert sharing_errors(resolve(load_recipe(QUICKSTART, keys))) == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["reward_model.adapters=judge", "reward_model.ranks.cp=1"],
+        ["critic.shares_weights=true", "critic.ranks.tokens_per_micro_batch=32"],
+    ],
+)
+def test_rows_by_length_do_not_keep_ranks_from_the_policys_weights(
+    paths: dict[str, Path], keys: list[str]
+) -> None:
+    """A critic may split its rows over other numbers of ranks than the policy, a reward model splits none."""
+    start = [f"model.path={paths['qwen3-moe']}", "lora.rank=8", "algorithm.name=ppo"]
+    auto = ["train.pp=1", "train.cp=auto", "train.tokens_per_micro_batch=8"]
+    roles = resolve(load_recipe(QUICKSTART, [*start, *auto, *keys]))
+    assert len({role.layout.max_cp for role in roles.models.values()}) == 2
+    assert sharing_errors(roles) == []

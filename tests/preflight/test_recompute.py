@@ -52,3 +52,28 @@ def test_megatron_takes_passes_in_pairs(tmp_path: Path) -> None:
     assert errors(tmp_path, "cuda", **keys) == []
     (error,) = errors(tmp_path, "cuda", **keys, mtp_loss=0.1)
     assert error.startswith("train.megatron.overlap_moe_expert_parallel_comm: ")
+
+
+@pytest.mark.parametrize(
+    ("option", "scope", "is_refused"),
+    [
+        ({"cuda_graph_impl": "local"}, {}, True),
+        ({"enable_cuda_graph": True}, {"cuda_graph_scope": "full_iteration"}, True),
+        ({"external_cuda_graph": True}, {"cuda_graph_scope": "attn,mlp"}, True),
+        ({"cuda_graph_impl": "transformer_engine"}, {"cuda_graph_scope": "mlp"}, False),
+        ({"cuda_graph_impl": "none"}, {}, False),
+    ],
+)
+def test_a_graph_of_attention_or_a_router_does_not_follow_rows_by_length(
+    tmp_path: Path, option: dict[str, Any], scope: dict[str, str], is_refused: bool
+) -> None:
+    """It would repeat the exchanges of the first row's ranks."""
+    (name,) = option
+    keys: dict[str, Any] = {"cp": "auto", "tokens_per_micro_batch": 1024}
+    told = errors(tmp_path, megatron=option | scope, **keys)
+    of_graph = [
+        line for line in told if line.startswith(f"train.megatron.{name}: with train.cp: auto")
+    ]
+    assert len(of_graph) == is_refused
+    fixed = errors(tmp_path, megatron=option | scope)
+    assert not [line for line in fixed if "train.cp: auto" in line]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import torch
 
 from megarl import device
 from megarl.placement.train_layout import TrainLayout
+from megarl.training.update_guard import UpdateGuard
 from megarl.types import SilentFault
 from tests.parallel.checkpoints import write
 from tests.parallel.conftest import VOCAB_SIZE, write_checkpoint
@@ -303,3 +305,31 @@ def test_the_first_stage_with_a_fault_is_named(tmp_path: Path) -> None:
             "last stage": ("not_finite", (2,), f"{what} 1", True),
             "healthy": None,
         }
+
+
+@pytest.mark.parametrize(
+    ("layout", "faulty", "is_local", "says"),
+    [
+        (TrainLayout(4, 1, 1, 1, max_cp=2), {0, 1, 2, 3}, False, EVERYWHERE),
+        (TrainLayout(4, 1, 1, 1, max_cp=2), {0, 1}, True, "; they share these numbers"),
+        (TrainLayout(4, 1, 1, 1, max_cp=4), {0, 1, 2, 3}, False, "in a row that train.cp: auto"),
+        (TrainLayout(4, 1, 1, 1, max_cp=4), {2, 3}, True, "; they share these numbers"),
+        (TrainLayout(4, 1, 1, 1, cp=4), {0, 1, 2, 3}, True, "; they share these numbers"),
+    ],
+)
+def test_what_all_data_parallel_ranks_have_is_no_ranks_fault(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: TrainLayout,
+    faulty: set[int],
+    is_local: bool,
+    says: str,
+) -> None:
+    """Also where a row may be on all of them: the step is not repeated, and the line says that it cannot be told."""
+    places = [[1 if rank in faulty else 2] for rank in range(layout.world_size)]
+    monkeypatch.setattr("megarl.parallel.groups.gathered", lambda place: torch.tensor(places))
+    monkeypatch.setattr("megarl.parallel.groups.told", lambda text, rank: text)
+    finiteness = SimpleNamespace(first=lambda: (1, "computed a loss that is not finite"))
+    model: Any = SimpleNamespace(finiteness=finiteness)
+    found = UpdateGuard(model, layout, None)._not_finite()
+    assert found.is_local == is_local and says in found.what
+    assert [member.number for member in found.members] == sorted(faulty)
