@@ -127,6 +127,8 @@ def _train_words(plan: RunPlan) -> str:
         for part, count in sorted(counts.items())
     ]
     again = " + ".join(words) or "nothing"
+    if len(words) > 2:  # the overlay names them
+        again = f"{len(words)} parts of layers"
     sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{context}"
     return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} recomputed"
 
