@@ -17,7 +17,7 @@ from megarl.model.shape import ModelShape
 from megarl.placement.recomputation import ladder, recompute_keys, recomputed_parts
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
-from megarl.plan.fit import are_valid
+from megarl.plan.fit import RANKS_OF_LONGEST, are_valid, split_budget
 
 Overlay = dict[str, Any]
 # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
@@ -28,7 +28,6 @@ MOST_RANKS = 128
 MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the network
 # virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
 MOST_CHUNKS = 4
-PARTS = (2, 4)  # of the longest sequence, each on a rank of its own
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
 
 
@@ -120,8 +119,8 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
     rows = [(sizes["cp"], budget) for budget in budgets if budget >= least]
     if sizes["cp"] == 1:
         dp = train_layout(recipe).world_size // (sizes["tp"] * sizes["pp"])
-        parts = [number for number in PARTS if dp % number == 0]
-        rows += [("auto", -(-recipe.longest_sequence // (2 * number)) * 2) for number in parts]
+        splits = [ranks for ranks in RANKS_OF_LONGEST if dp % ranks == 0]
+        rows += [("auto", split_budget(recipe, ranks)) for ranks in splits]
     roles = resolve(recipe)
     # the critic's ranks read the same key
     num_stages = max(sizes["pp"], *(role.layout.pp for role in roles.models.values()))

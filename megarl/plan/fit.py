@@ -31,6 +31,7 @@ _BRANCHES = {
     "critic": "critic.ranks",
     "score": "reward_model.ranks",
 }
+RANKS_OF_LONGEST = (2, 4)  # tried with `cp: auto`
 _LEAST_FRACTION = 0.3
 _FRACTION_STEP = 0.05
 
@@ -210,6 +211,11 @@ def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
         yield _Change(recipe, values)
 
 
+def split_budget(recipe: Recipe, ranks: int) -> int:
+    """The tokens of a micro-batch with which `cp: auto` splits the longest sequence over so many ranks."""
+    return -(-recipe.longest_sequence // (2 * ranks)) * 2
+
+
 def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
     branch = _BRANCHES[phase]
     models = resolve(recipe).models
@@ -223,8 +229,8 @@ def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
         yield from _recompute_changes(models["policy"].shape, train, num_stages)
     if phase != "score" and not train.optimizer_offload:
         yield {"train.optimizer_offload": True}
-    for parts in (2, 4):
-        budget = -(-recipe.longest_sequence // (2 * parts)) * 2
+    for ranks in RANKS_OF_LONGEST:
+        budget = split_budget(recipe, ranks)
         if phase != "score" and budget < train.tokens_per_micro_batch:
             yield {f"{branch}.cp": "auto", f"{branch}.tokens_per_micro_batch": budget}
     for axis in ("ep", "pp", "tp", "cp"):

@@ -225,13 +225,22 @@ def _micro_batches(
     load = _Load.of(part, work, align, token_budget)
     # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
     width = max_cp if load.tokens.max() > max_cp * token_budget else 1
+    budget = width * token_budget
+    loads = _loads(
+        load,
+        ranks=dp // width,
+        work=work,
+        align=align,
+        budget=budget,
+        max_cp=max_cp // width,
+    )
     hands = _fastest(
-        _loads(load, dp // width, work, align, width * token_budget, max_cp // width),
-        dp // width,
-        multiple,
-        width * token_budget,
-        bubble_micro_batches,
-        width * work(MICRO_BATCH_TOKENS),
+        loads,
+        ranks=dp // width,
+        multiple=multiple,
+        budget=budget,
+        bubble_micro_batches=bubble_micro_batches,
+        base=width * work(MICRO_BATCH_TOKENS),
     )
     return tuple(_split_over(width, hand) for hand in hands for _ in range(width))
 
@@ -296,6 +305,7 @@ class _Load(Load):
 
 def _loads(
     whole: _Load,
+    *,
     ranks: int,
     work: Callable[[int], float],
     align: int,
@@ -330,6 +340,7 @@ def _pieces(rows: MicroBatch, align: int, budget: int) -> list[MicroBatch]:
 
 def _fastest(
     loads: Sequence[_Load],
+    *,
     ranks: int,
     multiple: int,
     budget: int,

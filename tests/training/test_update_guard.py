@@ -330,6 +330,6 @@ def test_what_all_data_parallel_ranks_have_is_no_ranks_fault(
     monkeypatch.setattr("megarl.parallel.groups.told", lambda text, rank: text)
     finiteness = SimpleNamespace(first=lambda: (1, "computed a loss that is not finite"))
     model: Any = SimpleNamespace(finiteness=finiteness)
-    found = UpdateGuard(model, layout, None)._not_finite()
-    assert found.is_local == is_local and says in found.what
-    assert [member.number for member in found.members] == sorted(faulty)
+    fault = UpdateGuard(model, layout, None)._not_finite()
+    assert fault.is_local == is_local and says in fault.what
+    assert [member.number for member in fault.members] == sorted(faulty)
