@@ -192,6 +192,23 @@ def step_without_engine() -> None:
     clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
 
 
+@contextlib.contextmanager
+def stepping_with(adam: type[torch.optim.Optimizer]) -> Iterator[None]:
+    """Inside, Megatron makes precision-aware optimizers of this class, as if it were TransformerEngine's FusedAdam."""
+    chosen: Any = optimizer
+    replaced = {
+        "Adam": adam,
+        "USING_PYTORCH_OPTIMIZER": False,
+        "is_te_min_version": lambda *_, **__: True,  # else it would not say store_param_remainders
+    }
+    before = {name: getattr(chosen, name) for name in replaced}
+    vars(chosen).update(replaced)
+    try:
+        yield
+    finally:
+        vars(chosen).update(before)
+
+
 @functools.cache
 def patch_megatron(device: torch.device = _CPU) -> None:
     """Apply all patches, once per process, after the Megatron modules that are used have been imported.
