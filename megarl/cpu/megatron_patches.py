@@ -195,18 +195,21 @@ def step_without_engine() -> None:
 @contextlib.contextmanager
 def stepping_with(adam: type[torch.optim.Optimizer]) -> Iterator[None]:
     """Inside, Megatron makes precision-aware optimizers of this class, as if it were TransformerEngine's FusedAdam."""
-    chosen: Any = optimizer
-    replaced = {
-        "Adam": adam,
-        "USING_PYTORCH_OPTIMIZER": False,
-        "is_te_min_version": lambda *_, **__: True,  # else it would not say store_param_remainders
-    }
-    before = {name: getattr(chosen, name) for name in replaced}
-    vars(chosen).update(replaced)
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (optimizer, "Adam", adam),
+        (optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        # else it would not say store_param_remainders
+        (optimizer, "is_te_min_version", lambda *_, **__: True),
+        (distrib_optimizer, "Adam", adam),
+    )
+    before = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        vars(chosen).update(before)
+        for (module, name, _), value in zip(replaced, before, strict=True):
+            setattr(module, name, value)
 
 
 @functools.cache

@@ -81,7 +81,9 @@ def precision_errors(options: Mapping[str, Any]) -> Iterator[UserError]:
     if options.get("main_params_dtype") == "bfloat16":
         problem = "bfloat16 masters lose every update below 2^-8 of a weight"
         yield UserError(f"{branch}.main_params_dtype", problem, "remove it")
-    mean, square = (options.get(key, "float32") for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    mean, square = (str(options.get(key, "float32")) for key in BFLOAT16_MOMENTS)
+    if not {mean, square} <= STATE_DTYPES.keys():
+        return
     if mean != square:
         problem = "exp_avg_dtype and exp_avg_sq_dtype differ, so that each step would copy both to float32"
         yield UserError(branch, problem, "give both moments the same type")
