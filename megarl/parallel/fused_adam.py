@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LOWEST, _HIGHEST = -(2**15), 2**15 - 1
+_LOWEST = -(2**15)
+_HIGHEST = 2**15 - 1
 
 
 def joined(weight: Tensor, remainder: Tensor) -> Tensor:

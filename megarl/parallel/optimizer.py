@@ -65,7 +65,9 @@ def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) ->
     if dtype is torch.float32 and train.optimizer.get(PRECISION_AWARE):
         problem = "this optimizer would keep a second copy of float32 weights, and step on the first one alone"
         raise UserError(
-            f"train.optimizer.{PRECISION_AWARE}", problem, "remove it, or set model.dtype to bfloat16"
+            f"train.optimizer.{PRECISION_AWARE}",
+            problem,
+            "remove it, or set model.dtype to bfloat16",
         )
     fixed = {
         "optimizer": "adam",

@@ -48,7 +48,8 @@ def needs_of(recipe: Recipe) -> Needs:
         "deepep": engine.experts == "deepep",
         "draft": engine.draft > 0,
         "offload": recipe.train.optimizer_offload,
-        "moments": not recipe.train.optimizer_offload and has_bfloat16_moments(recipe.train.optimizer),
+        "moments": not recipe.train.optimizer_offload
+        and has_bfloat16_moments(recipe.train.optimizer),
     }
     return frozenset(need for need, is_needed in needs.items() if is_needed)
 

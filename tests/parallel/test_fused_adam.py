@@ -228,7 +228,7 @@ def check_own_weights(learning: Any) -> None:
             continue
         param = torch.tensor(before).flatten().bfloat16()
         decay = 0.0 if "norm" in name else learning.weight_decay
-        alone = adam(param, weight_decay=decay, **{key: torch.bfloat16 for key in SMALL})
+        alone = adam(param, weight_decay=decay, **dict.fromkeys(SMALL, torch.bfloat16))
         for gradients, rate, norm in zip(
             learning.gradients, learning.rates, learning.norms, strict=True
         ):
