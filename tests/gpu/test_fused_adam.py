@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,13 @@ def test_transformer_engines_steps_are_ours(
     (`dist_checkpoint.start_states`); with both moments in bfloat16 a step makes no copies in float32. To check first:
     the types of the state; the largest difference of the masters; the memory of a step with remainders.
     """
-    from transformer_engine.pytorch.optimizers import FusedAdam as EngineAdam
-
+    engine_adam = importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam
     draw = torch.Generator().manual_seed(0)
     start = torch.randn(SIZE, generator=draw).bfloat16()
     params = [start.to(DEVICE), start.clone()]
     optimizers = [
         adam(kind, param, moments, keeps=keeps)
-        for kind, param in zip((EngineAdam, FusedAdam), params, strict=True)
+        for kind, param in zip((engine_adam, FusedAdam), params, strict=True)
     ]
     for optimizer, param in zip(optimizers, params, strict=True):
         optimizer.initialize_state(param, keeps_remainders(optimizer, param))
