@@ -1,7 +1,7 @@
 """TransformerEngine's FusedAdam in plain torch, for ranks on a CPU, and the masters that it splits in two halves.
 
-Megatron's distributed optimizer and the checkpoints see the same constructor, methods and types of state as on a GPU, as
-read in TransformerEngine 2.14: `pytorch/optimizers/fused_adam.py` and `common/multi_tensor/adam.cu`.
+Megatron's distributed optimizer and the checkpoints see the same constructor, methods and types of state as on a GPU,
+as read in TransformerEngine 2.14: `pytorch/optimizers/fused_adam.py` and `common/multi_tensor/adam.cu`.
 """
 
 from __future__ import annotations
