@@ -192,6 +192,26 @@ def step_without_engine() -> None:
     clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
 
 
+@contextlib.contextmanager
+def stepping_with(adam: type[torch.optim.Optimizer]) -> Iterator[None]:
+    """Inside, Megatron makes precision-aware optimizers of this class, as if it were TransformerEngine's FusedAdam."""
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (optimizer, "Adam", adam),
+        (optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        # else it would not say store_param_remainders
+        (optimizer, "is_te_min_version", lambda *_, **__: True),
+        (distrib_optimizer, "Adam", adam),
+    )
+    before = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(replaced, before, strict=True):
+            setattr(module, name, value)
+
+
 @functools.cache
 def patch_megatron(device: torch.device = _CPU) -> None:
     """Apply all patches, once per process, after the Megatron modules that are used have been imported.

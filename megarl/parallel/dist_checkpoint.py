@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from megarl.device import DEVICE
 from megarl.parallel import lora_checkpoint
+from megarl.parallel.fused_adam import keeps_remainders
 from megarl.parallel.held_errors import forget_errors, hold_errors, raise_held
 from megarl.parallel.model import Chunk
 from megarl.parallel.optimizer import stepping
@@ -279,9 +280,13 @@ def start_states(optimizer: ChainedOptimizer) -> None:
             inner._sync_sub_optimizers_state_to_hdo()
         elif isinstance(inner, torch.optim.AdamW):
             _start_adamw(inner)
-        elif (
-            not inner.state and chained.init_state_fn is not None
-        ):  # a fused optimizer before its first step
+        elif inner.state:
+            continue
+        elif chained.config.use_precision_aware_optimizer:
+            # init_state_fn calls it without the second argument that TransformerEngine 2.14 wants
+            for param in (param for group in inner.param_groups for param in group["params"]):
+                inner.initialize_state(param, keeps_remainders(inner, param))
+        elif chained.init_state_fn is not None:  # a fused optimizer before its first step
             chained.init_state_fn(inner, chained.config)
 
 
@@ -317,7 +322,10 @@ def _storages(chunks: Sequence[DistributedDataParallel]) -> set[int]:
 def _frozen(values: Callable[[], Tensor], live: set[int]) -> Callable[[], Tensor]:
     """A tensor as it is now: a copy on the host, unless it is an optimizer's own there, which only steps change."""
     tensor = values()
-    if tensor.is_cpu and tensor.untyped_storage().data_ptr() not in live:
+    address = tensor.untyped_storage().data_ptr()
+    # a tensor that is made at each call, such as a master of weight and remainder, changes with the weights
+    is_own = tensor.is_cpu and address == values().untyped_storage().data_ptr()
+    if is_own and address not in live:
         return values
     copy = tensor.clone() if tensor.is_cpu else tensor.cpu()
     return lambda: copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
+from megarl.cpu.megatron_patches import stepping_with
 from megarl.device import DEVICE
-from megarl.parallel.option_values import state_dtype
-from megarl.parallel.options import PRECISION_AWARE, make_config
+from megarl.parallel.fused_adam import FusedAdam
+from megarl.parallel.option_values import PRECISION_AWARE, state_dtype
+from megarl.parallel.options import make_config
 from megarl.types import UserError
 from megarl.types.tensors import ModelChunks
 
@@ -35,7 +38,11 @@ def build_optimizer(
     if error:
         raise error
     config = optimizer_config(train, dtype, offloads(train))
-    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    own_class = contextlib.nullcontext()
+    if DEVICE == "cpu" and train.optimizer.get(PRECISION_AWARE) and not offloads(train):
+        own_class = stepping_with(FusedAdam)
+    with own_class:
+        optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     if config.optimizer_cpu_offload:
         # Megatron first builds an optimizer of all weights, and leaves it in a cycle: 4 B an element
         gc.collect()
@@ -54,6 +61,13 @@ def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) ->
         problem = "Megatron's optimizer on the host steps on copies in float32, and model.dtype is float32 itself"
         raise UserError(
             "train.optimizer_offload", problem, "set it to false, or model.dtype to bfloat16"
+        )
+    if dtype is torch.float32 and train.optimizer.get(PRECISION_AWARE):
+        problem = "this optimizer would keep a second copy of float32 weights, and step on the first one alone"
+        raise UserError(
+            f"train.optimizer.{PRECISION_AWARE}",
+            problem,
+            "remove it, or set model.dtype to bfloat16",
         )
     fixed = {
         "optimizer": "adam",
@@ -92,10 +106,10 @@ def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) ->
 
 
 def transformer_engine_error(train: TrainConfig, offloaded: bool) -> UserError | None:
-    """The error of a recipe that asks for TransformerEngine's optimizer where it is not installed, or on the CPU."""
-    if (HAVE_TE and DEVICE == "cuda") or offloaded or not train.optimizer.get(PRECISION_AWARE):
+    """The error of a recipe that asks for TransformerEngine's optimizer on GPUs where it is not installed."""
+    if HAVE_TE or DEVICE == "cpu" or offloaded or not train.optimizer.get(PRECISION_AWARE):
         return None
-    problem = "true, but this optimizer comes with TransformerEngine, which cannot be used here"
+    problem = "true, but this optimizer comes with TransformerEngine, which is not installed"
     return UserError(
         f"train.optimizer.{PRECISION_AWARE}",
         problem,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
@@ -15,9 +15,13 @@ from megarl.types import UserError
 STATE_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "uint8": torch.uint8,
 }
+PRECISION_AWARE = "use_precision_aware_optimizer"  # TransformerEngine's
+BFLOAT16_MOMENTS = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "bfloat16")
+# A number in bfloat16 takes no change below 2^-8 of itself. A moment x follows y by (1 - beta)(y - x), so that it stops
+# where y is within 2^-8 / (1 - beta) of it: an eighth, with this beta.
+HALF_MOMENTS_BETA = 1 - 2**-5
+_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}  # Megatron's defaults
 _TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -64,6 +68,33 @@ def field_errors(where: str, value: Any, closest: Any) -> Iterator[UserError]:
         yield UserError(where, f"{value!r:.80} is no value that Megatron's field takes", hint)
     elif value_range and value is not None and not value_range.holds(value):
         yield UserError(where, f"{value!r:.80} is out of range", f"set it to {value_range.text}")
+
+
+def has_bfloat16_moments(options: Mapping[str, Any]) -> bool:
+    """Whether `train.optimizer` asks for both moments in bfloat16."""
+    return BFLOAT16_MOMENTS.items() <= options.items()
+
+
+def precision_errors(options: Mapping[str, Any]) -> Iterator[UserError]:
+    """Types of the optimizer's state, each valid alone, with which it would learn something else."""
+    branch = "train.optimizer"
+    if options.get("main_params_dtype") == "bfloat16":
+        problem = "bfloat16 masters lose every update below 2^-8 of a weight"
+        yield UserError(f"{branch}.main_params_dtype", problem, "remove it")
+    mean, square = (str(options.get(key, "float32")) for key in BFLOAT16_MOMENTS)
+    if not {mean, square} <= STATE_DTYPES.keys():
+        return
+    if mean != square:
+        problem = "exp_avg_dtype and exp_avg_sq_dtype differ, so that each step would copy both to float32"
+        yield UserError(branch, problem, "give both moments the same type")
+    if "bfloat16" not in (mean, square):
+        return
+    for key, default in _BETAS.items():
+        beta = options.get(key, default)
+        if isinstance(beta, int | float) and beta > HALF_MOMENTS_BETA:
+            problem = f"{beta:g} is too near 1 for moments in bfloat16, which round such small changes away"
+            hint = f"set it to at most {HALF_MOMENTS_BETA:g} (DeepSeek-V3's beta2 was 0.95), or the moments to float32"
+            yield UserError(f"{branch}.{key}", problem, hint)
 
 
 def state_dtype(key: str, name: str) -> torch.dtype:

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.parallel.option_values import field_errors
+from megarl.parallel.option_values import PRECISION_AWARE, field_errors, precision_errors
 from megarl.spelling import did_you_mean, near
 from megarl.types import UserError
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from megarl.config import TrainConfig
 
 Made = TypeVar("Made")
-# TransformerEngine's, or Megatron's own on the host
-PRECISION_AWARE = "use_precision_aware_optimizer"
 LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
 _NOT_PADDED = (
     "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
@@ -57,7 +55,7 @@ def option_errors(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[Use
         refused = dict.fromkeys(_names(kind) - {*listed}, _DECIDED)
         refused["overlap_param_gather"] = _NOT_GATHERED
         errors += _errors(branch, options, kind, refused, {*listed})
-    return errors
+    return [*errors, *precision_errors(train.optimizer)]
 
 
 def make_config(where: str, kind: Callable[..., Made], fields: Mapping[str, Any]) -> Made:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.parallel.boxes import CHUNK_BYTES, Box, boxes
+from megarl.parallel.fused_adam import joined, keeps_remainders, remainders
 from megarl.parallel.optimizer import stepping
 
 # AdamW's state of a weight, by the names that the tensors have in a checkpoint; all float32
@@ -132,7 +133,10 @@ class OwnPart:
     def state(self, name: str) -> Tensor:
         """One of STATES, flat: the optimizer's own tensor, or a copy of a compressed one."""
         if self._is_compressed:
-            return self._inner.get_unscaled_state(self._stepped, _held_name(name)).float()
+            held = self._inner.get_unscaled_state(self._stepped, _held_name(name))
+            if self._is_remainder(name):
+                return joined(self._stepped, held)
+            return held.float()
         if isinstance(self._inner, HybridDeviceOptimizer):
             return self._inner.state[self._stepped][_held_name(name)].detach()
         if name == "param":
@@ -146,10 +150,16 @@ class OwnPart:
         return self.state(name)
 
     def take(self, name: str, room: Tensor) -> None:
-        """Go on from what was read into `room`."""
+        """Go on from what was read into `room`; the weights have been read."""
         if self._is_compressed:
-            held = self._inner.get_unscaled_state(self._stepped, _held_name(name))
-            self._inner.set_scaled_state(self._stepped, _held_name(name), room.to(held.dtype))
+            values = room.to(self._stepped.device)
+            if self._is_remainder(name):
+                values = remainders(values, self._stepped)
+            self._inner.set_scaled_state(self._stepped, _held_name(name), values)
+
+    def _is_remainder(self, name: str) -> bool:
+        """Whether a compressed optimizer has of this state only what the weights lack."""
+        return name == "param" and keeps_remainders(self._inner, self._stepped)
 
     @property
     def _inner(self) -> Any:

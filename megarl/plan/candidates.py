@@ -14,6 +14,12 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.model.shape import ModelShape
+from megarl.parallel.option_values import (
+    BFLOAT16_MOMENTS,
+    HALF_MOMENTS_BETA,
+    PRECISION_AWARE,
+    has_bfloat16_moments,
+)
 from megarl.placement.recomputation import ladder, recompute_keys, recomputed_parts
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
@@ -28,6 +34,7 @@ MOST_RANKS = 128
 MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the network
 # virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
 MOST_CHUNKS = 4
+_HALVES_BETA2 = 0.95  # with moments in bfloat16: DeepSeek-V3's
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
 
 
@@ -129,13 +136,29 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
     recomputes = [{}, *(recompute_keys(train, parts, num_stages) for parts in others)]
     for cp, budget in rows:
         for recompute in recomputes:
-            for offload in (False,) if recipe.lora else (False, True):
-                values: dict[str, Any] = {
-                    "cp": cp,
-                    "tokens_per_micro_batch": budget,
-                    "optimizer_offload": offload,
-                }
-                yield {**overlay, "train": {**sizes, **values, **recompute}}
+            for state in _optimizer_states(recipe):
+                values: dict[str, Any] = {"cp": cp, "tokens_per_micro_batch": budget}
+                yield {**overlay, "train": {**sizes, **values, **state, **recompute}}
+
+
+def _optimizer_states(recipe: Recipe) -> Iterator[Overlay]:
+    """Where AdamW's state is, and in which types, as keys of `train`: on the GPU as small as it is exact, or smaller.
+
+    With moments in bfloat16 beta2 may have to change; a beta1 that does not allow them is left as it is.
+    """
+    options = recipe.train.optimizer
+    if recipe.lora or recipe.model.dtype != "bfloat16":
+        yield {"optimizer_offload": False}
+        return
+    yield {"optimizer_offload": True}
+    precise = options | {PRECISION_AWARE: True}
+    yield {"optimizer_offload": False, "optimizer": precise}
+    if has_bfloat16_moments(options) or options.get("adam_beta1", 0.9) > HALF_MOMENTS_BETA:
+        return
+    halves = precise | BFLOAT16_MOMENTS
+    if options.get("adam_beta2", 1.0) > HALF_MOMENTS_BETA:
+        halves["adam_beta2"] = _HALVES_BETA2
+    yield {"optimizer_offload": False, "optimizer": halves}
 
 
 def changes(overlay: Overlay, tree: Mapping[str, Any]) -> Overlay:

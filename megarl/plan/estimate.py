@@ -14,6 +14,7 @@ from typing import Literal
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
+from megarl.parallel.option_values import has_bfloat16_moments
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Role, RoleName, Roles, resolve
 from megarl.plan.batch import RankWork, Samples, share_of
@@ -31,14 +32,15 @@ from megarl.plan.step_time import step_times
 SPARE = 0.05
 
 
-Need = Literal["fp8", "deepep", "draft", "offload"]
+Need = Literal["fp8", "deepep", "draft", "offload", "moments"]
 Needs = frozenset[Need]
 
 
 def needs_of(recipe: Recipe) -> Needs:
     """What a recipe needs besides GPUs.
 
-    fp8: a correction of the samples' probabilities; deepep: its kernels; draft: an MTP layer; offload: host memory.
+    fp8: a correction of the samples' probabilities; deepep: its kernels; draft: an MTP layer; offload: host memory;
+    moments: a beta2 that is not near 1.
     """
     engine = recipe.rollout.engine
     needs: dict[Need, bool] = {
@@ -46,6 +48,8 @@ def needs_of(recipe: Recipe) -> Needs:
         "deepep": engine.experts == "deepep",
         "draft": engine.draft > 0,
         "offload": recipe.train.optimizer_offload,
+        "moments": not recipe.train.optimizer_offload
+        and has_bfloat16_moments(recipe.train.optimizer),
     }
     return frozenset(need for need, is_needed in needs.items() if is_needed)
 

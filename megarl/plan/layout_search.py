@@ -17,6 +17,7 @@ from typing import Literal
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.parallel.option_values import has_bfloat16_moments
 from megarl.placement.roles import RoleName, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
 from megarl.plan.candidates import (
@@ -184,14 +185,17 @@ def _best_trains(
 
     All are ordered by about what they take; memory is counted in full for the fastest, until enough of them fit.
     """
-    by_offload: dict[bool, list[tuple[float, Overlay]]] = {False: [], True: []}
+    by_state: dict[tuple[bool, bool], list[tuple[float, Overlay]]] = {}
     for layout in layouts:
         for overlay in train_variants(estimator.recipe, layout):
             rough_s = estimator.rough_train_s(overlay)
             if rough_s is not None:
-                by_offload[overlay["train"]["optimizer_offload"]].append((rough_s, overlay))
+                train = overlay["train"]
+                halves = has_bfloat16_moments(train.get("optimizer", {}))
+                kind = (train["optimizer_offload"], halves)
+                by_state.setdefault(kind, []).append((rough_s, overlay))
     best: list[Overlay] = []
-    for rough in by_offload.values():
+    for rough in by_state.values():
         fitting: list[Estimate] = []
         for _, overlay in sorted(rough, key=itemgetter(0))[:_TRIED]:
             estimate = estimator.estimate(overlay)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import TrainConfig
-from megarl.parallel.option_values import STATE_DTYPES
+from megarl.parallel.option_values import PRECISION_AWARE, STATE_DTYPES
 
 GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
@@ -14,7 +14,7 @@ MASTER_BYTES = 4
 def state_bytes(train: TrainConfig, item: int) -> int:
     """Bytes of the GPU that AdamW keeps of a weight of `item` bytes: its master in another type and two moments."""
     options = train.optimizer
-    if not options.get("use_precision_aware_optimizer"):
+    if not options.get(PRECISION_AWARE):
         return MASTER_BYTES * (item == 2) + MOMENTS_BYTES
     master, *moments = (
         STATE_DTYPES.get(str(options.get(key)), STATE_DTYPES["float32"]).itemsize

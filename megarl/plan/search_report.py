@@ -20,6 +20,7 @@ _NEEDS: Mapping[Need, str] = {
     "deepep": "DeepEP",
     "draft": "drafts",
     "offload": "AdamW on the host",
+    "moments": "moments in bf16",
 }
 _NOT_TRIED = {
     "engine": "engines of other dense, head or sglang keys, or on other GPUs",

@@ -77,7 +77,7 @@ def test_values_of_yaml_that_megatrons_fields_take() -> None:
 @pytest.mark.parametrize(
     ("branch", "key", "value", "hint"),
     [
-        ("optimizer", "exp_avg_dtype", "bf61", "set it to float32 or bfloat16 or float16 or uint8"),
+        ("optimizer", "exp_avg_dtype", "bf61", "set it to float32 or bfloat16"),
         ("optimizer", "exp_avg_dtype", ["float32"], "set it to float32 or bfloat16"),
         ("optimizer", "adam_beta1", 5, "set it to a number from 0 to below 1"),
         ("optimizer", "adam_beta2", 1.0, "set it to a number from 0 to below 1"),
@@ -102,6 +102,34 @@ def test_a_wrong_value_is_named(branch: str, key: str, value: Any, hint: str) ->
     (error,) = errors(**{branch: {key: value}})
     assert error.where == f"train.{branch}.{key}"
     assert repr(value) in error.problem and hint in error.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "wheres"),
+    [
+        ({}, ["train.optimizer.adam_beta2"]),
+        ({"adam_beta2": 0.98}, ["train.optimizer.adam_beta2"]),
+        ({"adam_beta1": 0.98, "adam_beta2": 0.95}, ["train.optimizer.adam_beta1"]),
+        ({"adam_beta2": 0.95, "exp_avg_sq_dtype": "float32"}, ["train.optimizer"]),
+        ({"adam_beta2": 0.95, "main_params_dtype": "bfloat16"}, ["train.optimizer.main_params_dtype"]),
+        ({"adam_beta2": 0.95}, []),
+    ],
+)  # fmt: skip
+def test_types_of_the_optimizers_state_that_would_learn_something_else(
+    options: dict[str, Any], wheres: list[str]
+) -> None:
+    given = {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "bfloat16",
+    }
+    assert [error.where for error in errors(optimizer=given | options)] == wheres
+
+
+def test_weights_in_float32_have_no_remainders() -> None:
+    train = TrainConfig(lr=1.0, optimizer={"use_precision_aware_optimizer": True})
+    with pytest.raises(UserError, match=r"set model\.dtype to bfloat16"):
+        optimizer_config(train, torch.float32, False)
 
 
 def test_every_wrong_value_at_once() -> None:
@@ -129,6 +157,7 @@ def test_a_precision_aware_optimizer_is_accepted_where_transformer_engine_is_not
 
 def test_a_rank_without_transformer_engine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "HAVE_TE", False)
+    monkeypatch.setattr(optimizer, "DEVICE", "cuda")
     train = TrainConfig(lr=1.0, optimizer={"use_precision_aware_optimizer": True})
     with pytest.raises(
         UserError,

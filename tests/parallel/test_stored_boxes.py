@@ -181,7 +181,9 @@ def test_other_layouts_read_and_write_the_same(saved: Any, path: Path, tmp_path:
 
 
 class Compressed:
-    """The state of TransformerEngine's FusedAdam as Megatron asks for it, with the lower halves of masters."""
+    """The state of TransformerEngine's FusedAdam as Megatron asks for it, with the remainders of masters."""
+
+    store_param_remainders = True
 
     def __init__(self, param: torch.Tensor) -> None:
         self.param_groups = [{"params": [param]}]
@@ -201,17 +203,18 @@ class Compressed:
 def test_a_compressed_optimizer_takes_what_was_read() -> None:
     """TransformerEngine is not installed here."""
     param = torch.zeros(9)
-    inner = Compressed(torch.zeros(4))
+    inner = Compressed(torch.ones(4).bfloat16())
     optimizer = SimpleNamespace(
         config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True),
         optimizer=inner,
         model_param_group_index_map={param: (0, 0)},
     )
     part = stored_boxes.OwnPart(optimizer, param, start=3, end=7, is_written=True)
-    for name, held_name in (("param", "master_param"), ("exp_avg", "exp_avg")):
+    last_place = 2.0**-23  # of masters near 1
+    for name, held_name, unit in (("param", "master_param", last_place), ("exp_avg", "exp_avg", 1)):
         assert part.state(name).dtype == torch.float32
         room = part.room(name)
-        room.copy_(part.state(name) + 5)
+        room.copy_(part.state(name) + 5 * unit)
         assert inner.held[held_name].tolist() == [0, 1, 2, 3]
         part.take(name, room)
         assert inner.held[held_name].tolist() == [5, 6, 7, 8]

@@ -270,6 +270,11 @@ def test_variants_recompute_or_keep_and_move_the_optimizer(tmp_path: Path) -> No
     layout = next(iter(train_overlays(small_recipe)))
     variants = [overlay["train"] for overlay in train_variants(small_recipe, layout)]
     assert {variant["optimizer_offload"] for variant in variants} == {False, True}
+    states = {
+        (variant["optimizer_offload"], len(variant.get("optimizer", {}))) for variant in variants
+    }
+    # masters as remainders; moments in bfloat16 and the beta2 that they need besides
+    assert states == {(True, 0), (False, 1), (False, 4)}
     rows = {(variant["cp"], variant["tokens_per_micro_batch"]) for variant in variants}
     assert {tokens for cp, tokens in rows if cp == 1} == {18432, 24576, 49152}
     assert {tokens for cp, tokens in rows if cp == "auto"} == {9216, 4608}
