@@ -27,6 +27,7 @@ from megarl.training.batching import SampleRef, Update, by_sample, key_of, plan_
 from megarl.training.calls import ScoreCall, TokenValuesCall, TrainCall
 from megarl.training.flops import speed, train_work
 from megarl.training.row_diffs import RowDiffs
+from megarl.training.shared_prompts import total
 from megarl.types import (
     DiskFault,
     FaultMember,
@@ -271,6 +272,7 @@ class RankGroup:
             align=self._layout.tokens_align,
             multiple=self._layout.batch_multiple,
             bubble_micro_batches=self._layout.bubble_micro_batches,
+            shares_prompts=train.share_prefixes,
         )
 
     def _call(self, method: str, *args: object) -> None:
@@ -404,10 +406,12 @@ class PolicyRanks(RankGroup):
             states = [None] * len(self.workers)
         statistics = self._train(algorithm, shares, lr, states, token_values)
         seconds = time.perf_counter() - began
-        lengths = [sample.length for sample in samples]
-        gpu = device.gpu_name()
+        tokens = sum(sample.length for sample in samples)
+        shares = self._recipe.train.share_prefixes
+        flops = total(samples, train_work(self._shape), shares_prompts=shares)
         return Trained(
-            statistics, speed(self._shape, lengths, seconds, self._layout.world_size, gpu)
+            statistics,
+            speed(flops, tokens, seconds, self._layout.world_size, device.gpu_name()),
         )
 
 

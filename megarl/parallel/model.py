@@ -33,6 +33,7 @@ from megarl.parallel.optional_imports import layers_error, transformer_engine_pr
 from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Router, Routing
+from megarl.parallel.shared_rows import follow_positions
 from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from megarl.types.tensors import ModelChunks
@@ -291,6 +292,7 @@ def build_chunks(
             model.output_layer = Score(config)  # type: ignore[assignment]
         if model.mtp_process:
             _keep_mtp_activations(model)
+        follow_positions(model)
         chunks.append(model.to(device))
     return chunks
 

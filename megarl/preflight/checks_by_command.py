@@ -53,6 +53,7 @@ from megarl.preflight.model_checks import (
     tokenizer_errors,
 )
 from megarl.preflight.phase_checks import phase_errors
+from megarl.preflight.prefix_checks import prefix_errors
 from megarl.preflight.reward_checks import reward_errors
 from megarl.rollout.sglang.arguments import latent_cache_errors, sglang_errors
 from megarl.rollout.sglang.drafts import draft_errors
@@ -314,6 +315,7 @@ _BOTH_SIDES = (
     _sglang,
     _megatron,
     _lora,
+    lambda case: prefix_errors(case.roles, case.device),
 )
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
     "train": (_environment, _layers, *_BOTH_SIDES),
@@ -327,6 +329,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         lambda case: sampling_errors(case.recipe),
         lambda case: phase_errors(case.roles),
         lambda case: lora_errors(case.roles),
+        lambda case: prefix_errors(case.roles),
         lambda case: external_errors(case.roles),
         _planned,
     ),
@@ -339,6 +342,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         _checkpoints,
         _megatron,
         _lora,
+        lambda case: prefix_errors(case.roles, case.device),
         _critic,
         _only_training,
     ),

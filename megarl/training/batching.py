@@ -5,12 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.training.flops import MICRO_BATCH_TOKENS
+from megarl.training.shared_prompts import bundlings, total
 from megarl.types import Aggregation, FloatArray, IntArray, Sample, SampleGroup
 from megarl.types.arrays import TokenArrays
 
@@ -32,6 +34,8 @@ class SampleRef:
     is_correct: bool = False
     # the first of the trained tokens, which earlier policies than the step's sampled
     num_stale: int = 0
+    # the first tokens, which are those of every row of its group that has any such
+    num_shared: int = 0
 
     @property
     def tokens(self) -> int:
@@ -43,6 +47,7 @@ class SampleRef:
 
 MicroBatch = tuple[SampleRef, ...]
 Key = tuple[int, int, int]  # group, sample and row
+_SizeOf = Callable[[MicroBatch], float]
 _MORE = 2  # rounds of micro-batches that are tried beyond the fewest
 TokenValues = dict[Key, FloatArray]  # of some samples: a number for each token of the response
 
@@ -137,6 +142,7 @@ def plan_updates(
     align: int = 1,
     multiple: int = 1,
     bubble_micro_batches: float = 0.0,
+    shares_prompts: bool = False,
 ) -> list[Update]:
     """Deal samples into `updates` optimizer updates of equal numbers, and balance each over the dp ranks.
 
@@ -154,11 +160,20 @@ def plan_updates(
     work: the cost of a sequence by its number of tokens, in which ranks, and the micro-batches that they run together,
     are balanced. bubble_micro_batches: as of TrainLayout. The plan of one update does not depend on the samples' order.
     longest_response: the divisor of the aggregation `constant`.
+    shares_prompts: a micro-batch holds and computes a group's prompt once, so that samples of a group go together where
+    that is faster; updates have the same samples as without.
     Raises ValueError when there are fewer samples than updates or a sequence is longer than the budget.
     """
     whole = by_sample(samples)
     if len(whole) < updates:
         raise ValueError(f"{len(whole)} samples cannot make {updates} updates")
+
+    def tokens_of(piece: MicroBatch) -> int:
+        return int(total(piece, partial(_padded, align=align), shares_prompts=shares_prompts))
+
+    def work_of(piece: MicroBatch) -> float:
+        return total(piece, work, shares_prompts=shares_prompts)
+
     plans = []
     for part in _stratified(whole, updates):
         refs = [ref for rows in part for ref in rows]
@@ -170,9 +185,15 @@ def plan_updates(
             raise ValueError(
                 f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}"
             )
-        loads = _loads(part, dp, work, align, token_budget)
-        shares = _fastest(
-            loads, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS)
+        ways = bundlings(part, tokens_of, token_budget) if shares_prompts else [part]
+        all_loads = (_loads(pieces, dp, tokens_of, work_of, token_budget) for pieces in ways)
+        base = work(MICRO_BATCH_TOKENS)
+        (_, shares) = min(
+            (
+                _fastest(loads, dp, multiple, token_budget, bubble_micro_batches, base)
+                for loads in all_loads
+            ),
+            key=lambda trial: trial[0],
         )
         correct = sum(ref.tokens for ref in refs if ref.is_correct)
         has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
@@ -209,7 +230,8 @@ def refs_of(updates: Iterable[Update]) -> list[SampleRef]:
 class _Load:
     """Pieces, longest first, with the tokens [N] that each takes of a row and the work [N] that it is.
 
-    A piece is the rows of a sample that fit one micro-batch together: nearly always its only one.
+    A piece is the rows of a sample that fit one micro-batch together, nearly always its only one, or several samples of
+    a group that share their prompt.
     """
 
     pieces: tuple[MicroBatch, ...]
@@ -217,40 +239,40 @@ class _Load:
     work: npt.NDArray[np.float64]
 
     @staticmethod
-    def of(pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int) -> _Load:
+    def of(pieces: Iterable[MicroBatch], tokens_of: _SizeOf, work_of: _SizeOf) -> _Load:
         ordered = tuple(
             sorted(
                 pieces, key=lambda piece: (-sum([ref.length for ref in piece]), key_of(piece[0]))
             )
         )
-        lengths = [[ref.length for ref in piece] for piece in ordered]
-        tokens = [sum(_padded(length, align) for length in piece) for piece in lengths]
-        works = [sum(map(work, piece)) for piece in lengths]
-        return _Load(ordered, np.array(tokens, np.int64), np.array(works, np.float64))
+        tokens = np.array([tokens_of(piece) for piece in ordered], np.int64)
+        return _Load(ordered, tokens, np.array([work_of(piece) for piece in ordered], np.float64))
 
 
 def _loads(
-    samples: Sequence[MicroBatch], ranks: int, work: Callable[[int], float], align: int, budget: int
+    samples: Sequence[MicroBatch], ranks: int, tokens_of: _SizeOf, work_of: _SizeOf, budget: int
 ) -> list[_Load]:
     """One load, whose pieces go to any rank; or where a sample has several pieces, a load of each rank."""
-    whole = _Load.of(samples, work, align)
+    whole = _Load.of(samples, tokens_of, work_of)
     if whole.tokens.max() <= budget:
         return [whole]
     assigned = _least_first(whole.tokens, whole.work, np.zeros(ranks), int(whole.tokens.sum()))
     assert assigned is not None, "there is room for everything"
     of_ranks = [
-        [piece for place in places for piece in _pieces(whole.pieces[place], align, budget)]
+        [piece for place in places for piece in _pieces(whole.pieces[place], tokens_of, budget)]
         for places in assigned
     ]
-    return [_Load.of(pieces, work, align) for pieces in of_ranks]
+    return [_Load.of(pieces, tokens_of, work_of) for pieces in of_ranks]
 
 
-def _pieces(rows: MicroBatch, align: int, budget: int) -> list[MicroBatch]:
-    """The rows of a sample in their order, as many together as fit."""
+def _pieces(rows: MicroBatch, tokens_of: _SizeOf, budget: int) -> list[MicroBatch]:
+    """The rows in their order, as many together as fit."""
+    if tokens_of(rows) <= budget:
+        return [rows]
     pieces: list[list[SampleRef]] = []
     room = 0
     for ref in rows:
-        need = _padded(ref.length, align)
+        need = tokens_of((ref,))
         if need > room:
             pieces.append([])
             room = budget
@@ -270,8 +292,10 @@ def _fastest(
     budget: int,
     bubble_micro_batches: float,
     base: float,
-) -> _Hands:
+) -> tuple[float, _Hands]:
     """Micro-batches of every rank: of a few numbers of them the one with the shortest step, of equals the fewest.
+
+    Also what the step takes, in units of work.
 
     loads: as of `_loads`. base: the work that a micro-batch is without any sample.
     """
@@ -291,10 +315,9 @@ def _fastest(
         in_use = sum(any(hand[place] for hand in hands) for place in range(places))
         return slowest + places * base + bubble_micro_batches * (slowest / in_use + base), hands
 
-    _, hands = min(
+    return min(
         (tried(fewest + more * multiple) for more in range(_MORE + 1)), key=lambda trial: trial[0]
     )
-    return hands
 
 
 def _fill(load: _Load, tight: list[_Bin], places: int, ranks: int, budget: int) -> list[_Bin]:

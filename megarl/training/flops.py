@@ -8,7 +8,7 @@ activations do not count: MFU is of the work that had to be done. Multi-token pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megarl.model.shape import ModelShape
 from megarl.types import IntArray, Metrics
@@ -51,13 +51,10 @@ def mfu(flops: float, seconds: float, gpus: int, peak: float) -> float:
     return flops / (seconds * gpus * peak)
 
 
-def speed(
-    shape: ModelShape, lengths: Sequence[int], seconds: float, gpus: int, device_name: str
-) -> Metrics:
-    """What training on sequences of these lengths in so many seconds comes to; MFU where the GPU's peak is known."""
-    flops = sum(map(train_work(shape), lengths))
+def speed(flops: float, tokens: int, seconds: float, gpus: int, device_name: str) -> Metrics:
+    """What so many operations, for so many tokens, in so many seconds come to; MFU where the GPU's peak is known."""
     metrics = {
-        "speed/train_tokens_per_s": sum(lengths) / seconds,
+        "speed/train_tokens_per_s": tokens / seconds,
         "speed/train_tflops_per_gpu": flops / seconds / gpus / 1e12,
     }
     peak = peak_flops(device_name)

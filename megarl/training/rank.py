@@ -24,6 +24,7 @@ from megarl.parallel.packing import PackedRow, pack, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
+from megarl.parallel.shared_rows import pack_shared
 from megarl.placement.roles import Role
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
@@ -78,7 +79,8 @@ class TrainingRank:
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
         )
         self._guard = UpdateGuard(self._model, self.layout, recipe.run.compare_replicas_every)
-        self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
+        packed = pack_shared if recipe.train.share_prefixes else pack
+        self._pack = partial(packed, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         if is_published or not size:
             hf_import.load_hf(recipe.model.path, shards, self.params())
