@@ -7,7 +7,7 @@ stated mean. `batching.plan_updates` makes micro-batches of such samples, as in 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
 
@@ -21,6 +21,7 @@ from megarl.placement.train_layout import TrainLayout, nearest
 from megarl.plan.turns import Turns, turns_of
 from megarl.training.batching import SampleRef, Update, plan_updates
 from megarl.training.flops import train_work
+from megarl.training.shared_prompts import total
 from megarl.types import IntArray
 
 MEAN_RESPONSE_SHARE = 0.4  # assumption: of the longest sample, the mean response or episode
@@ -74,7 +75,8 @@ class RankWork:
     micro_batches_full: if every response had the longest length. bubble: of a pipeline's time with so many
     micro-batches, over the time without, less 1: (pp - 1) / (micro-batches x vpp) (Narayanan et al. 2021, section 2.2);
     micro-batches that are empty on all ranks pass quickly, and are not counted in it.
-    balance: the work of the mean rank over that of the slowest, micro-batch by micro-batch.
+    balance: the work of the mean rank over that of the slowest, micro-batch by micro-batch. saved_prompts: of the
+    samples, the share whose prompt another sample of their micro-batch brings (`train.share_prefixes`).
     """
 
     updates: int
@@ -86,6 +88,7 @@ class RankWork:
     micro_batches_full: float
     bubble: float
     balance: float
+    saved_prompts: float = 0.0
 
 
 def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Samples:
@@ -154,24 +157,28 @@ def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
 def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Samples) -> RankWork:
     """The work of a model of this recipe and layout with a step's samples; recipe: as the model's ranks read it."""
     work = train_work(shape)
-    updates = _updates(recipe, layout, samples.lengths, shape)
-    full = _updates(recipe, layout, np.full(samples.num_trained, samples.longest), shape)
+    updates = _updates(recipe, layout, samples, shape)
+    longest = np.full(samples.num_drawn, samples.longest - samples.prompt_tokens)
+    full = _updates(recipe, layout, replace(samples, responses=longest), shape)
     micro_batches, micro_batches_full = (
         float(np.mean([len(update.micro_batches[0]) for update in some]))
         for some in (updates, full)
     )
-    slowest = total = bubble = 0.0
+    slowest = work_of_all = bubble = 0.0
+    saved = 0
     for update in updates:
         works = np.array(
             [
-                [sum(work(ref.length) for ref in row) for row in rank]
+                [total(row, work, shares_prompts=recipe.train.share_prefixes) for row in rank]
                 for rank in update.micro_batches
             ]
         )
         slowest_rank = works.max(0)
         slowest += slowest_rank.sum()
-        total += works.sum() / layout.dp
+        work_of_all += works.sum() / layout.dp
         bubble += layout.bubble_micro_batches / np.count_nonzero(slowest_rank)
+        rows = [row for rank in update.micro_batches for row in rank]
+        saved += sum(len(row) - len({ref.group for ref in row}) for row in rows)
     per_rank = len(updates) * layout.dp
     return RankWork(
         updates=len(updates),
@@ -182,15 +189,21 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
         micro_batches=micro_batches,
         micro_batches_full=micro_batches_full,
         bubble=float(bubble / len(updates)),
-        balance=float(total / slowest),
+        balance=float(work_of_all / slowest),
+        saved_prompts=saved / samples.num_trained * recipe.train.share_prefixes,
     )
 
 
 def _updates(
-    recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape
+    recipe: Recipe, layout: TrainLayout, samples: Samples, shape: ModelShape
 ) -> list[Update]:
     """The updates of a step, split as `RankGroup.plan` splits them."""
-    refs = [SampleRef(0, place, int(length), int(length)) for place, length in enumerate(lengths)]
+    prompt = samples.prompt_tokens
+    size = max(1, samples.num_trained // samples.prompts)
+    refs = [
+        SampleRef(place // size, place % size, prompt + response, response, num_shared=prompt)
+        for place, response in enumerate(samples.responses[: samples.num_trained].tolist())
+    ]
     return plan_updates(
         refs,
         updates=recipe.train.updates_per_step,
@@ -201,6 +214,7 @@ def _updates(
         align=layout.tokens_align,
         multiple=layout.batch_multiple,
         bubble_micro_batches=layout.bubble_micro_batches,
+        shares_prompts=recipe.train.share_prefixes,
     )
 
 

@@ -7,8 +7,11 @@ docs/plan.md lists what is counted and what is not.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
 
 from megarl.algos import ALGORITHMS, has_reference, hyperparameters_of
 from megarl.config import CheckpointConfig, Recipe
@@ -25,7 +28,7 @@ from megarl.training.flops import (
     module_forward_flops,
     total_forward_flops,
 )
-from megarl.types import RecomputedPart
+from megarl.types import IntArray, RecomputedPart
 
 # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
 HOST_ADAM_BYTES_PER_S = 40e9
@@ -145,13 +148,22 @@ class ComputingModel:
 
     def _part_s(self, part: RecomputedPart) -> float:
         layers = self.layers
-        lengths = self.samples.lengths
-        flops = module_forward_flops(layers.shape, lengths).get(part, 0.0)
-        exchanges_s = layers.part_s(part, float(lengths.sum()) / layers.layout.dp)
+        flops = self._computed(
+            lambda lengths: module_forward_flops(layers.shape, lengths).get(part, 0.0)
+        )
+        exchanges_s = layers.part_s(part, self._computed(np.sum) / layers.layout.dp)
         experts = self.weights_bytes * self.expert_grads_bytes / max(1.0, self.grads_bytes)
         each = layers.part_micro_batch_s(part, experts)
         seconds = (flops / self._reached + exchanges_s) / self.share.balance
         return seconds + self.share.updates * self.share.micro_batches * each
+
+    def _computed(self, sum_of: Callable[[IntArray], float]) -> float:
+        """A sum over sequences of these lengths, for the step's samples without the prompts that others bring."""
+        samples = self.samples
+        num_saved = self.share.saved_prompts * samples.num_trained
+        return float(
+            sum_of(samples.lengths) - num_saved * sum_of(np.array([samples.prompt_tokens]))
+        )
 
     @property
     def _reached(self) -> float:
@@ -168,11 +180,10 @@ class ComputingModel:
         """
         share = self.share
         layers = self.layers
-        lengths = self.samples.lengths
         each_backward = 1 if self.frozen_bytes else TRAIN_OVER_FORWARD - 1
         passes = forwards + backwards * each_backward
-        flops = passes * total_forward_flops(layers.shape, lengths)
-        exchanges = layers.exchanges(float(lengths.sum()) / layers.layout.dp)
+        flops = passes * self._computed(partial(total_forward_flops, layers.shape))
+        exchanges = layers.exchanges(self._computed(np.sum) / layers.layout.dp)
         exchanges_s = exchanges.total(forwards, backwards)
         each = layers.micro_batch_s(self.weights_bytes, self.grads_bytes, forwards, backwards)
         seconds = (flops / self._reached + exchanges_s) / share.balance

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 ONE_RANK = TrainLayout(1, 1, 1, 1)
 STEPS = 3
-GROUPS, SAMPLES = 4, 5
+GROUPS, SAMPLES, MICRO_BATCHES = 4, 5, 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": LOSSES,
     "deepseek-v3": LOSSES | {"router_bias_rate": 1e-3},
@@ -58,16 +58,17 @@ def samples() -> list[TrainSequence]:
     for sequence in ragged(GROUPS * SAMPLES, VOCAB_SIZE, seed=3):
         if len(sequences) % SAMPLES == 0:
             first = sequence.token_ids_T
-        num_shared = int(rng.integers(1, min(len(first), len(sequence.token_ids_T))))
+        longest = min(len(first), len(sequence.token_ids_T))
+        num_shared = int(rng.integers(longest // 2, longest + 1))
         token_ids_T = np.concatenate([first[:num_shared], sequence.token_ids_T[num_shared:]])
         sequences.append(replace(sequence, token_ids_T=token_ids_T))
     return sequences
 
 
-def train(trainer: Any, num_micro_batches: int = 4, **more: Any) -> dict[str, Any]:
+def train(trainer: Any, **more: Any) -> dict[str, Any]:
     """Logprobs, then steps; the samples of a group are on several ranks, and in several micro-batches of a rank."""
     sequences, at = samples(), trainer.layout.coords(trainer.rank)
-    micro_batches = assign(sequences, at.dp, trainer.layout.dp, num_micro_batches)
+    micro_batches = assign(sequences, at.dp, trainer.layout.dp, MICRO_BATCHES)
     part = world_part(micro_batches, sequences, DENOMINATOR, **more)
     rows = [trainer._pack(batch) for batch in micro_batches]
     num_tokens = [
@@ -114,12 +115,12 @@ def replay(trainer: Any) -> dict[str, Any]:
     from megarl.parallel.routing import Choices
 
     sequences = samples()
-    micro_batches = assign(sequences, 0, 1, 2)
+    micro_batches = assign(sequences, 0, 1, MICRO_BATCHES)
     choices = [Choices(is_recording=True) for _ in micro_batches]
     trainer.token_outputs(micro_batches, choices)
     for choice in choices:
         choice.is_recording = False
-    return train(trainer, 2, choices=choices)
+    return train(trainer, choices=choices)
 
 
 def test_replayed_experts(one_rank: dict[str, Any]) -> None:
@@ -151,7 +152,7 @@ def learn_values(rank: int, meet: Address, made: Any) -> dict[str, Any]:
 
     critic: Any = AuxiliaryRank(rank, role_of(made, "critic", has_scores=True), meet, "values")
     sequences = samples()
-    part = world_part(assign(sequences, 0, 1, 2), sequences, DENOMINATOR)
+    part = world_part(assign(sequences, 0, 1, MICRO_BATCHES), sequences, DENOMINATOR)
     values = critic.values_of(part.micro_batches)
     with recorded(critic) as learning:
         metrics = [
