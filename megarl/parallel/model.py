@@ -53,13 +53,16 @@ def select_layers(train: TrainConfig, dtype: torch.dtype, has_engine: bool = HAV
     """Prepare Megatron's own layers on a GPU without TransformerEngine; call it before the first chunk is built.
 
     Raises UserError where TransformerEngine is missing and the recipe does not allow other layers
-    (train.local_layers), or where its attention does not support dtype.
+    (train.local_layers), or where its attention does not support dtype or shared prefixes.
     """
     problem = ""
     if not has_engine:
         problem = transformer_engine_problem() or "Megatron does not find its layers"
     error = layers_error(
-        problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch.")
+        problem,
+        local_layers=train.local_layers,
+        dtype=str(dtype).removeprefix("torch."),
+        share_prefixes=train.share_prefixes,
     )
     if error:
         raise error

@@ -244,7 +244,12 @@ def _layers(case: _Case) -> Errors:
     if case.device != "cuda" or (train.local_layers and not is_here):
         return []
     problem = transformer_engine_problem() if is_here else ""
-    error = layers_error(problem, local_layers=train.local_layers, dtype=case.recipe.model.dtype)
+    error = layers_error(
+        problem,
+        local_layers=train.local_layers,
+        dtype=case.recipe.model.dtype,
+        share_prefixes=train.share_prefixes,
+    )
     return [error] if error else []
 
 
@@ -315,7 +320,7 @@ _BOTH_SIDES = (
     _sglang,
     _megatron,
     _lora,
-    lambda case: prefix_errors(case.roles, case.device),
+    lambda case: prefix_errors(case.roles),
 )
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
     "train": (_environment, _layers, *_BOTH_SIDES),
@@ -342,7 +347,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         _checkpoints,
         _megatron,
         _lora,
-        lambda case: prefix_errors(case.roles, case.device),
+        lambda case: prefix_errors(case.roles),
         _critic,
         _only_training,
     ),

@@ -12,19 +12,11 @@ _MEGATRON = ("moe_expert_capacity_factor", "moe_input_jitter_eps")
 
 
 @listed
-def prefix_errors(roles: Roles, device: str | None = None) -> ErrorIterator:
-    """What a recipe has that shared prefixes would change, or that has no attention for them.
-
-    device: of the run; None: any, for a plan.
-    """
+def prefix_errors(roles: Roles) -> ErrorIterator:
+    """What a recipe has that shared prefixes would change; what GPUs lack for them is told with their layers."""
     train = roles.recipe.train
     if not train.share_prefixes:
         return
-    if device == "cuda":
-        hint = "set it to false"
-        yield UserError(
-            _KEY, "true, but not on GPUs, where no attention has been tried with it", hint
-        )
     for role in roles.models.values():
         if role.recipe.train.cp != 1:
             why = "context parallelism cuts each sequence by itself"

@@ -15,6 +15,7 @@ from megarl.types import TrainSequence
 from tests.parallel.adapters import lora_recipe, set_b
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import DENOMINATOR, LR, VOCAB_SIZE, recorded, steps
+from tests.parallel.precision import dtype
 from tests.parallel.test_parity import LOSSES, RECOMPUTE, check
 from tests.parallel.worlds import (
     assign,
@@ -27,7 +28,12 @@ from tests.parallel.worlds import (
     world_part,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        dtype() == "bfloat16", reason="TransformerEngine's attention does not share prefixes"
+    ),
+]
 
 ONE_RANK = TrainLayout(1, 1, 1, 1)
 STEPS = 3
@@ -101,6 +107,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_layout_equals_one_rank_without(one_rank: dict[str, Any], family: str, name: str) -> None:
+    """Unverified on a GPU.
+
+    parallel/local_spec.py `_shared_buckets`: masked attention of torch on CUDA, for a GPU without TransformerEngine. To
+    check first: this test there. TransformerEngine itself is refused: its attention would need the keys of each run
+    gathered, a mask that is causal from the lower right corner, and rotary angles by position in its fused kernels.
+    """
     path, expected = one_rank[family]
     layout, keys = LAYOUTS[name]
     ranks = run(path, family, layout, share_prefixes=True, **keys)
