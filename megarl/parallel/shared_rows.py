@@ -30,7 +30,10 @@ def pack_shared(
     split: Split,
     device: str,
 ) -> PackedRow:
-    """As `pack`, with prefixes shared where there are any. Without context parallelism, or engines' experts."""
+    """As `pack`, with prefixes shared where there are any, and then without engines' experts (prefix_checks.py).
+
+    Without context parallelism.
+    """
     if not sequences:
         return pack(sequences, *arrays, split=split, device=device)
     tree = prefix_tree([sequence.token_ids_T for sequence in sequences])
@@ -38,7 +41,6 @@ def pack_shared(
         return pack(sequences, *arrays, split=split, device=device)
     assert split.cp == 1
     whole = pack(sequences, *arrays, split=Split(), device=device)
-    assert whole.experts_LMK is None
     return _shared(whole, tree, split, device)
 
 
@@ -76,6 +78,7 @@ def _shared(whole: PackedRow, tree: PrefixTree, split: Split, device: str) -> Pa
         order_T=on_device(np.arange(length)),
         places=np.arange(length),
         max_length=rounded_length(int(tree.depth_U.max()) + 1),
+        experts_LMK=None,
         shared=shared,
     )
 
