@@ -27,7 +27,6 @@ from megarl.training.batching import SampleRef, Update, by_sample, key_of, plan_
 from megarl.training.calls import ScoreCall, TokenValuesCall, TrainCall
 from megarl.training.flops import speed, train_work
 from megarl.training.row_diffs import RowDiffs
-from megarl.training.shared_prompts import total
 from megarl.types import (
     DiskFault,
     FaultMember,
@@ -406,13 +405,10 @@ class PolicyRanks(RankGroup):
             states = [None] * len(self.workers)
         statistics = self._train(algorithm, shares, lr, states, token_values)
         seconds = time.perf_counter() - began
-        tokens = sum(sample.length for sample in samples)
+        gpus = self._layout.world_size
         shares = self._recipe.train.share_prefixes
-        flops = total(samples, train_work(self._shape), shares_prompts=shares)
-        return Trained(
-            statistics,
-            speed(flops, tokens, seconds, self._layout.world_size, device.gpu_name()),
-        )
+        metrics = speed(self._shape, samples, seconds, gpus, device.gpu_name(), shares)
+        return Trained(statistics, metrics)
 
 
 class AuxiliaryRanks(RankGroup):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.targets import Targets
-from megarl.parallel.prefixes import Run
+from megarl.parallel.prefixes import TokenRun
 from megarl.types import FloatArray, IntArray, TrainSequence, sample_numbers
 from megarl.types.arrays import TokenArrays
 
@@ -49,7 +49,7 @@ class SharedPrefixes:
     place_T: Tensor
     next_T: Tensor
     has_branch_SB: Tensor
-    runs: tuple[Run, ...]
+    runs: tuple[TokenRun, ...]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megarl.types import BoolArray, IntArray
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Neighbouring tokens of a tree, which attend to the path that leads to them and, causally, to each other.
 
     path: the places of all tokens from a sequence's first one to the run's last; the last num_tokens are the run.
@@ -45,7 +45,7 @@ class PrefixTree:
     branch_U: IntArray
     has_branch_SB: BoolArray
     place_T: IntArray
-    runs: tuple[Run, ...]
+    runs: tuple[TokenRun, ...]
 
 
 def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
@@ -69,7 +69,7 @@ def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
         own = np.arange(size, size + len(ids) - num_shared)
         path = np.concatenate([path[:num_shared], own])
         if len(own):
-            runs.append(Run(path, len(own)))
+            runs.append(TokenRun(path, len(own)))
             branch_starts.add(size)
         paths[place] = path
         size += len(own)
@@ -80,7 +80,7 @@ def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
 def _tree(
     sequences: Sequence[IntArray],
     paths: Sequence[IntArray],
-    runs: tuple[Run, ...],
+    runs: tuple[TokenRun, ...],
     branch_starts: Sequence[int],
 ) -> PrefixTree:
     place_T = np.concatenate(paths)

@@ -167,13 +167,8 @@ def plan_updates(
     whole = by_sample(samples)
     if len(whole) < updates:
         raise ValueError(f"{len(whole)} samples cannot make {updates} updates")
-
-    def tokens_of(piece: MicroBatch) -> int:
-        return int(total(piece, partial(_padded, align=align), shares_prompts=shares_prompts))
-
-    def work_of(piece: MicroBatch) -> float:
-        return total(piece, work, shares_prompts=shares_prompts)
-
+    tokens_of = partial(total, size=partial(_padded, align=align), shares_prompts=shares_prompts)
+    work_of = partial(total, size=work, shares_prompts=shares_prompts)
     plans = []
     for part in _stratified(whole, updates):
         refs = [ref for rows in part for ref in rows]
@@ -186,14 +181,9 @@ def plan_updates(
                 f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}"
             )
         ways = bundlings(part, tokens_of, token_budget) if shares_prompts else [part]
-        all_loads = (_loads(pieces, dp, tokens_of, work_of, token_budget) for pieces in ways)
-        base = work(MICRO_BATCH_TOKENS)
-        (_, shares) = min(
-            (
-                _fastest(loads, dp, multiple, token_budget, bubble_micro_batches, base)
-                for loads in all_loads
-            ),
-            key=lambda trial: trial[0],
+        all_loads = [_loads(pieces, dp, tokens_of, work_of, token_budget) for pieces in ways]
+        shares = _fastest(
+            all_loads, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS)
         )
         correct = sum(ref.tokens for ref in refs if ref.is_correct)
         has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
@@ -285,7 +275,13 @@ _Bin = list[int]  # places in a _Load
 _Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
 
 
-def _fastest(
+def _fastest(all_loads: Iterable[Sequence[_Load]], *sizes: Any) -> _Hands:
+    """The micro-batches with the shortest step, of several ways to make pieces; sizes: as of `_fastest_of`."""
+    (_, hands) = min((_fastest_of(loads, *sizes) for loads in all_loads), key=lambda way: way[0])
+    return hands
+
+
+def _fastest_of(
     loads: Sequence[_Load],
     ranks: int,
     multiple: int,

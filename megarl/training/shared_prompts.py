@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from megarl.training.batching import MicroBatch, SampleRef
+
+class Prompted(Protocol):
+    """What is read of a SampleRef."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def sample(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def num_shared(self) -> int: ...
+
+
+Ref = TypeVar("Ref", bound=Prompted)
+Piece = tuple[Ref, ...]
 
 
 def total(
-    refs: Sequence[SampleRef], size: Callable[[int], float], *, shares_prompts: bool = False
+    refs: Sequence[Prompted], size: Callable[[int], float], *, shares_prompts: bool = False
 ) -> float:
     """The sum of what sequences of these lengths take; where prompts are shared, of each group's prompt once.
 
@@ -29,34 +43,33 @@ def total(
 
 
 def bundlings(
-    samples: Sequence[MicroBatch], tokens_of: Callable[[MicroBatch], int], budget: int
-) -> Iterator[list[MicroBatch]]:
+    samples: Sequence[Piece[Ref]], tokens_of: Callable[[Piece[Ref]], float], budget: int
+) -> Iterator[list[Piece[Ref]]]:
     """The samples of an update as pieces: alone, in pairs of a group, in fours, and so on to whole groups.
 
     Large pieces share most, small ones are balanced best. A piece of several samples fits the budget.
     """
-    by_group: dict[int, list[MicroBatch]] = {}
+    by_group: dict[int, list[Piece[Ref]]] = {}
     # by number: the order in which they are given changes nothing
     for sample in sorted(samples, key=lambda rows: (rows[0].group, rows[0].sample)):
         by_group.setdefault(sample[0].group, []).append(sample)
     most = max(map(len, by_group.values()))
-    size = 1
-    while True:
+    for power in range((most - 1).bit_length() + 1):
         yield [
             piece
             for group in by_group.values()
-            for piece in _bundles(group, size, tokens_of, budget)
+            for piece in _bundles(group, 2**power, tokens_of, budget)
         ]
-        if size >= most:
-            return
-        size *= 2
 
 
 def _bundles(
-    group: Sequence[MicroBatch], size: int, tokens_of: Callable[[MicroBatch], int], budget: int
-) -> list[MicroBatch]:
+    group: Sequence[Piece[Ref]],
+    size: int,
+    tokens_of: Callable[[Piece[Ref]], float],
+    budget: int,
+) -> list[Piece[Ref]]:
     """Samples of a group, at most `size` together, in their order."""
-    pieces: list[MicroBatch] = []
+    pieces: list[Piece[Ref]] = []
     num_together = 0
     for sample in group:
         joined = (*pieces[-1], *sample) if pieces else sample
