@@ -85,21 +85,23 @@ def contender(
     trainer: Any, recipe: Recipe, groups: Sequence[SampleGroup], *, shares: bool
 ) -> tuple[partial[tuple[float, float]], int]:
     """A step on this rank, and the tokens that all of its rows have, padding included."""
-    from megarl.parallel.packing import pack
+    from megarl.parallel.packing import Split, pack
     from megarl.parallel.shared_rows import pack_shared
     from megarl.training.train_sequences import train_sequences
 
-    dp = trainer.layout.coords(trainer.rank).dp
+    layout = trainer.layout
+    at = layout.coords(trainer.rank)
+    split = Split(layout.tp, layout.cp, at.cp, layout.tokens_align)
     updates = [
-        Update((update.micro_batches[dp],), update.denominator, update.tokens, update.loss_tokens)
+        Update(
+            (update.micro_batches[at.dp],), update.denominator, update.tokens, update.loss_tokens
+        )
         for update in updates_of(trainer, recipe, groups, shares=shares)
     ]
     numbers = sorted({ref.group for ref in refs_of(updates)})
     own = own_samples(updates, numbers, *(groups[number] for number in numbers))
     call: TrainCall[None] = TrainCall(recipe.algorithm.name, updates, own, 0.0, None)
-    packed = partial(
-        pack_shared if shares else pack, split=trainer._model.split, device=device.DEVICE
-    )
+    packed = partial(pack_shared if shares else pack, split=split, device=device.DEVICE)
 
     def step() -> tuple[float, float]:
         trainer._pack = packed
