@@ -406,8 +406,8 @@ class PolicyRanks(RankGroup):
         statistics = self._train(algorithm, shares, lr, states, token_values)
         seconds = time.perf_counter() - began
         gpus = self._layout.world_size
-        shares = self._recipe.train.share_prefixes
-        metrics = speed(self._shape, samples, seconds, gpus, device.gpu_name(), shares)
+        once = self._recipe.train.share_prefixes
+        metrics = speed(self._shape, samples, seconds, gpus, device.gpu_name(), once)
         return Trained(statistics, metrics)
 
 
