@@ -45,7 +45,8 @@ def test_losses_read_what_they_read_of_plain_rows(tokens: list[list[int]], tp: i
         return
     for field in fields(plain.targets):
         mine, other = (getattr(either.targets, field.name) for either in (row, plain))
-        assert mine is None and other is None or torch.equal(mine, other), field.name
+        assert (mine is None) == (other is None), field.name
+        assert mine is None or other is None or torch.equal(mine, other), field.name
     ids_T = row.token_ids_L[row.shared.place_T]
     assert torch.equal(ids_T, plain.token_ids_L)
     labels_T = row.labels_L[row.shared.next_T]
