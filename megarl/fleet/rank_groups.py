@@ -242,7 +242,7 @@ class RankGroup:
         for dp, worker in enumerate(self.workers[: self._layout.dp * step : step]):
             share = _share(updates, dp)
             put = self._cluster.put(share)
-            numbers = _groups(share)
+            numbers = sorted({ref.group for ref in refs_of(share)})
             groups = [refs[number] for number in numbers]
             own_samples = "megarl.training.batching:own_samples"
             shares.append(Share(put, worker.compute(own_samples, put, numbers, *groups)))
@@ -253,24 +253,26 @@ class RankGroup:
 
         Where an algorithm leaves samples out, there are fewer updates in proportion.
         """
-        train = self._recipe.train
-        rollout = self._recipe.rollout
-        updates = train.updates_per_step
+        recipe = self._recipe
+        updates = recipe.train.updates_per_step
         num_samples = len(by_sample(samples))
         if hyperparameters.dynamic_sampling or hyperparameters.overlong_filter:
-            share = num_samples / (rollout.prompts_per_step * rollout.samples_per_prompt)
+            share = num_samples / (
+                recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
+            )
             updates = min(updates, math.ceil(updates * share))
         return plan_updates(
             samples,
             updates=min(updates, num_samples),  # rewards that failed may leave fewer samples too
             dp=self._layout.dp,
-            token_budget=train.tokens_per_micro_batch,
+            token_budget=recipe.train.tokens_per_micro_batch,
             aggregation=hyperparameters.aggregation,
-            longest_response=self._recipe.longest_sample,
+            longest_response=recipe.longest_sample,
             work=train_work(self._shape),
             align=self._layout.tokens_align,
             multiple=self._layout.batch_multiple,
             bubble_micro_batches=self._layout.bubble_micro_batches,
+            shares_prompts=recipe.train.share_prefixes,
             max_cp=self._layout.max_cp,
         )
 
@@ -405,9 +407,10 @@ class PolicyRanks(RankGroup):
             states = [None] * len(self.workers)
         statistics = self._train(algorithm, shares, lr, states, token_values)
         seconds = time.perf_counter() - began
-        lengths = [sample.length for sample in samples]
         gpus = self._layout.world_size
-        return Trained(statistics, speed(self._shape, lengths, seconds, gpus, device.gpu_name()))
+        once = self._recipe.train.share_prefixes
+        metrics = speed(self._shape, samples, seconds, gpus, device.gpu_name(), once)
+        return Trained(statistics, metrics)
 
 
 class AuxiliaryRanks(RankGroup):
@@ -492,8 +495,3 @@ def _merged(parts: Iterable[dict[Key, Value]]) -> dict[Key, Value]:
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
     """One data-parallel rank's part of each update."""
     return [replace(update, micro_batches=(update.micro_batches[dp_rank],)) for update in updates]
-
-
-def _groups(share: Sequence[Update]) -> list[int]:
-    """The groups whose samples are in a share, in ascending order."""
-    return sorted({ref.group for ref in refs_of(share)})

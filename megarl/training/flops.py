@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megarl.model.shape import ModelShape
+from megarl.training.shared_prompts import Prompted, total
 from megarl.types import IntArray, Metrics
 
 TRAIN_OVER_FORWARD = 3  # backward: the gradients of weights and of inputs, each one forward's worth
@@ -52,12 +53,20 @@ def mfu(flops: float, seconds: float, gpus: int, peak: float) -> float:
 
 
 def speed(
-    shape: ModelShape, lengths: Sequence[int], seconds: float, gpus: int, device_name: str
+    shape: ModelShape,
+    samples: Sequence[Prompted],
+    seconds: float,
+    gpus: int,
+    device_name: str,
+    shares_prompts: bool = False,
 ) -> Metrics:
-    """What training on sequences of these lengths in so many seconds comes to; MFU where the GPU's peak is known."""
-    flops = sum(map(train_work(shape), lengths))
+    """What training on samples in so many seconds comes to; MFU where the GPU's peak is known.
+
+    All tokens count; where prompts are shared, the operations of each group's prompt once.
+    """
+    flops = total(samples, train_work(shape), shares_prompts=shares_prompts)
     metrics = {
-        "speed/train_tokens_per_s": sum(lengths) / seconds,
+        "speed/train_tokens_per_s": total(samples, float) / seconds,
         "speed/train_tflops_per_gpu": flops / seconds / gpus / 1e12,
     }
     peak = peak_flops(device_name)

@@ -70,7 +70,7 @@ def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
     assert short.rows == (
         (
             RowSummary(8, 5, 3, (SamplePart(3, 2), SamplePart(4, 1))),
-            RowSummary(6, 2, 2, (SamplePart(4, 2),)),
+            RowSummary(6, 2, 2, (SamplePart(4, 2),), has_group_prompt=False),
         ),
         (RowSummary(7, 4, 4, (SamplePart(4, 4),)),),
     )
