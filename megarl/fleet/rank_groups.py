@@ -78,10 +78,11 @@ class PerTokenResults:
     The policy's ranks compute KL penalties, an auxiliary model's values or process rewards. Ranks that hold the same
     samples compute the same, and one of them reports.
 
-    shares: of each data-parallel rank. states: of each rank, results that its own next call reuses. token_values: of
-    each reporting rank, one reference for each data-parallel rank of the readers.
+    updates: of all data-parallel ranks. shares: of each data-parallel rank. states: of each rank, results that its own
+    next call reuses. token_values: of each reporting rank, one reference for each data-parallel rank of the readers.
     """
 
+    updates: Sequence[Update]
     shares: list[Share]
     states: list[Ref]
     token_values: list[list[Ref]]
@@ -92,7 +93,7 @@ class PerTokenResults:
 
     def for_readers(self) -> PerTokenResults:
         """Without the samples and states of the ranks' own next call, once it is done: the object store frees them."""
-        return replace(self, shares=[], states=[])
+        return replace(self, updates=[], shares=[], states=[])
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class RankGroup:
         num_readers = len(readers[0].micro_batches)
         keys = [frozenset(map(key_of, refs_of(_share(readers, dp)))) for dp in range(num_readers)]
         keys_ref = self._cluster.put(keys)
-        results = PerTokenResults(self._shares(updates, refs), [], [])
+        results = PerTokenResults(updates, self._shares(updates, refs), [], [])
         calls = {}
         for rank, worker in enumerate(self.workers):
             share = results.shares[self._layout.coords(rank).dp]
@@ -397,6 +398,7 @@ class PolicyRanks(RankGroup):
         where it was called.
         """
         if logprobs:
+            updates = logprobs.updates
             began = time.perf_counter()
             shares = logprobs.shares
             states: Sequence[Ref | None] = logprobs.states
@@ -407,9 +409,14 @@ class PolicyRanks(RankGroup):
             states = [None] * len(self.workers)
         statistics = self._train(algorithm, shares, lr, states, token_values)
         seconds = time.perf_counter() - began
-        gpus = self._layout.world_size
-        once = self._recipe.train.share_prefixes
-        metrics = speed(self._shape, samples, seconds, gpus, device.gpu_name(), once)
+        metrics = speed(
+            self._shape,
+            [update.samples for update in updates],
+            seconds,
+            self._layout.world_size,
+            device.gpu_name(),
+            shares_prompts=self._recipe.train.share_prefixes,
+        )
         return Trained(statistics, metrics)
 
 

@@ -24,7 +24,7 @@ from megarl.placement.train_layout import TrainLayout, nearest
 from megarl.plan.turns import Turns, turns_of
 from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates
 from megarl.training.flops import train_work
-from megarl.training.shared_prompts import total
+from megarl.training.shared_prompts import summed_sizes
 from megarl.types import IntArray
 
 MEAN_RESPONSE_SHARE = 0.4  # assumption: of the longest sample, the mean response or episode
@@ -180,7 +180,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
             [
                 [
                     # all of a row is split over as many ranks
-                    total(row, work, shares_prompts=shares) / (row[0].cp if row else 1)
+                    summed_sizes(row, work, shares_prompts=shares) / (row[0].cp if row else 1)
                     for row in rank
                 ]
                 for rank in update.micro_batches
@@ -252,8 +252,9 @@ def _full_update(
     recipe: Recipe, layout: TrainLayout, samples: Samples, shape: ModelShape, count: int
 ) -> Update:
     """An update of so many samples of the longest length."""
-    responses = np.full(count, samples.longest - samples.prompt_tokens)
-    full = replace(samples, num_trained=count, responses=responses)
+    prompt = recipe.data.max_prompt_tokens
+    responses = np.full(count, samples.longest - prompt)
+    full = replace(samples, num_trained=count, prompt_tokens=prompt, responses=responses)
     (update,) = _updates(recipe, layout, full, shape, 1)
     return update
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megarl.placement.train_layout import fewest_ranks
 from megarl.training.bins import Bin, Load, best_fit, fill, least_first, placed, sets
 from megarl.training.flops import MICRO_BATCH_TOKENS
-from megarl.training.shared_prompts import bundlings, total
+from megarl.training.shared_prompts import Piece, bundlings, piece_of
 from megarl.types import Aggregation, FloatArray, Sample, SampleGroup
 from megarl.types.arrays import TokenArrays
 
@@ -49,8 +49,8 @@ class SampleRef:
 
 MicroBatch = tuple[SampleRef, ...]
 _Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
+_Piece = Piece[SampleRef]
 Key = tuple[int, int, int]  # group, sample and row
-_SizeOf = Callable[[MicroBatch], float]
 _MORE = 2  # rounds of micro-batches that are tried beyond the fewest
 TokenValues = dict[Key, FloatArray]  # of some samples: a number for each token of the response
 
@@ -110,6 +110,12 @@ class Update:
     loss_tokens: int
     correct_tokens: int = 0
     has_turns: bool = False
+
+    @property
+    def samples(self) -> list[SampleRef]:
+        """Every sequence of all ranks, once even where several have it."""
+        refs = {key_of(ref): ref for rank in self.micro_batches for batch in rank for ref in batch}
+        return list(refs.values())
 
     def nll_weight(self, coefficient: float) -> float:
         """The weight in the loss sum of a correct sample's tokens, which then add `coefficient` x their mean -log p."""
@@ -231,22 +237,24 @@ def _micro_batches(
         raise ValueError(
             f"a sample of {longest} tokens exceeds the micro-batch budget of {max_cp * token_budget}{ranks}"
         )
-    tokens_of = partial(total, size=partial(_padded, align=align), shares_prompts=shares_prompts)
-    work_of = partial(total, size=work, shares_prompts=shares_prompts)
-    ways = bundlings(part, tokens_of, token_budget) if shares_prompts else [part]
-    loads = [_Load.of(pieces, tokens_of, work_of, token_budget) for pieces in ways]
+    sized = partial(
+        piece_of, tokens=partial(_padded, align=align), work=work, shares_prompts=shares_prompts
+    )
+    samples = [sized(rows) for rows in part]
     # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
-    width = max_cp if loads[0].tokens.max() > max_cp * token_budget else 1
+    width = max_cp if max(sample.tokens for sample in samples) > max_cp * token_budget else 1
+    budget = width * token_budget
+    ways = bundlings(samples, token_budget) if shares_prompts else [samples]
     timed = [
         _fastest(
-            _loads(load, dp // width, tokens_of, work_of, width * token_budget, max_cp // width),
-            dp // width,
-            multiple,
-            width * token_budget,
-            bubble_micro_batches,
-            width * work(MICRO_BATCH_TOKENS),
+            loads=_loads(_Load.of(pieces, budget), dp // width, sized, budget, max_cp // width),
+            ranks=dp // width,
+            multiple=multiple,
+            budget=budget,
+            bubble_micro_batches=bubble_micro_batches,
+            base=width * work(MICRO_BATCH_TOKENS),
         )
-        for load in loads
+        for pieces in ways
     ]
     (_, hands) = min(timed, key=lambda way: way[0])
     return tuple(_split_over(width, hand) for hand in hands for _ in range(width))
@@ -288,35 +296,26 @@ def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroB
 class _Load(Load):
     """Pieces, most padded tokens first: the rows of a sample that fit one micro-batch, nearly always its only one.
 
-    Or several samples of a group, which share their prompt.
+    Or several samples of a group, whose prompt counts once.
     """
 
-    pieces: tuple[MicroBatch, ...]
+    pieces: tuple[_Piece, ...]
 
     @staticmethod
-    def of(
-        pieces: Iterable[MicroBatch], tokens_of: _SizeOf, work_of: _SizeOf, budget: int
-    ) -> _Load:
+    def of(pieces: Iterable[_Piece], budget: int) -> _Load:
         # padded, because a piece of many short rows may need more ranks than a longer piece of a single row
-        sized = [(int(tokens_of(piece)), piece) for piece in pieces]
-        sized.sort(key=lambda sized: (-sized[0], key_of(sized[1][0])))
-        tokens = [padded for padded, _ in sized]
-        ordered = tuple(piece for _, piece in sized)
+        ordered = sorted(pieces, key=lambda piece: (-piece.tokens, key_of(piece.refs[0])))
+        ranks = [fewest_ranks(piece.tokens, budget) for piece in ordered]
         return _Load(
-            tokens=np.array(tokens, np.int64),
-            work=np.array([work_of(piece) for piece in ordered], np.float64),
-            ranks=np.array([fewest_ranks(padded, budget) for padded in tokens], np.int64),
-            pieces=ordered,
+            tokens=np.array([piece.tokens for piece in ordered], np.int64),
+            work=np.array([piece.work for piece in ordered], np.float64),
+            ranks=np.array(ranks, np.int64),
+            pieces=tuple(ordered),
         )
 
 
 def _loads(
-    whole: _Load,
-    ranks: int,
-    tokens_of: _SizeOf,
-    work_of: _SizeOf,
-    budget: int,
-    max_cp: int,
+    whole: _Load, ranks: int, sized: Callable[[MicroBatch], _Piece], budget: int, max_cp: int
 ) -> list[_Load]:
     """One load, whose pieces go to any rank; or where a sample has several pieces, a load of each rank."""
     if whole.tokens.max() <= max_cp * budget:
@@ -324,29 +323,30 @@ def _loads(
     assigned = least_first(whole, whole.work, np.zeros(ranks), np.full(ranks, whole.tokens.sum()))
     assert assigned is not None, "there is room for everything"
     of_ranks = [
-        [piece for place in places for piece in _pieces(whole.pieces[place], tokens_of, budget)]
+        [piece for place in places for piece in _pieces(whole.pieces[place], sized, budget)]
         for places in assigned
     ]
-    return [_Load.of(pieces, tokens_of, work_of, budget) for pieces in of_ranks]
+    return [_Load.of(pieces, budget) for pieces in of_ranks]
 
 
-def _pieces(rows: MicroBatch, tokens_of: _SizeOf, budget: int) -> list[MicroBatch]:
-    """The rows in their order, as many together as fit."""
-    if tokens_of(rows) <= budget:
-        return [rows]
-    pieces: list[list[SampleRef]] = []
+def _pieces(sample: _Piece, sized: Callable[[MicroBatch], _Piece], budget: int) -> list[_Piece]:
+    """The rows of a sample in their order, as many together as fit."""
+    if sample.tokens <= budget:
+        return [sample]
+    together: list[list[SampleRef]] = []
     room = 0
-    for ref in rows:
-        need = tokens_of((ref,))
+    for ref in sample.refs:
+        need = sized((ref,)).tokens
         if need > room:
-            pieces.append([])
+            together.append([])
             room = budget
-        pieces[-1].append(ref)
+        together[-1].append(ref)
         room -= need
-    return [tuple(piece) for piece in pieces]
+    return [sized(tuple(rows)) for rows in together]
 
 
 def _fastest(
+    *,
     loads: Sequence[_Load],
     ranks: int,
     multiple: int,
@@ -398,7 +398,7 @@ def _assign(bins: list[Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[
     for chosen in chosen_sets:
         for first, index in placed(chosen, sizes, totals):
             size = int(sizes[index])
-            refs = tuple(ref for place in bins[index] for ref in load.pieces[place])
+            refs = tuple(ref for place in bins[index] for ref in load.pieces[place].refs)
             (row,) = _split_over(size, [refs])
             for rank in range(first, first + size):
                 hands[rank].append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.training.batching import SampleRef, Update, key_of, plan_updates, refs_of
-from megarl.training.shared_prompts import total
+from megarl.training.batching import (
+    SampleRef,
+    Update,
+    key_of,
+    plan_updates,
+    refs_of,
+    shuffled,
+)
+from megarl.training.shared_prompts import bundlings, piece_of, summed_sizes
 
 BUDGET = 64
 
@@ -37,19 +45,20 @@ def _plan(refs: list[SampleRef], **changes: Any) -> list[Update]:
 def _slowest(update: Update, **sharing: bool) -> float:
     """The work that ranks wait for, micro-batch by micro-batch."""
     works = [
-        [total(batch, _work, **sharing) for batch in batches] for batches in update.micro_batches
+        [summed_sizes(batch, _work, **sharing) for batch in batches]
+        for batches in update.micro_batches
     ]
     return float(np.array(works).max(0).sum())
 
 
 def test_a_group_takes_its_prompt_once() -> None:
     (first, second) = refs = _refs([(5, [2, 3])])
-    assert total(refs, float) == 15
-    assert total(refs, float, shares_prompts=True) == 10
+    assert summed_sizes(refs, float) == 15
+    assert summed_sizes(refs, float, shares_prompts=True) == 10
     other = SampleRef(1, 0, 9, 4, num_shared=5)
     whole = SampleRef(0, 2, 9, 4)  # with a prompt of its own
-    assert total([first, other, second, whole], float, shares_prompts=True) == 10 + 9 + 9
-    assert total([whole, second], _work, shares_prompts=True) == _work(9) + _work(8)
+    assert summed_sizes([first, other, second, whole], float, shares_prompts=True) == 10 + 9 + 9
+    assert summed_sizes([whole, second], _work, shares_prompts=True) == _work(9) + _work(8)
 
 
 GROUPS = st.lists(
@@ -64,7 +73,7 @@ def test_every_sample_lands_once_within_the_budget(
     groups: list[tuple[int, list[int]]], dp: int, updates: int, multiple: int
 ) -> None:
     """Updates are of the same samples, tokens and denominators as without sharing."""
-    refs = _refs(groups)
+    refs = shuffled(_refs(groups), seed=dp, step=multiple)
     plans = _plan(refs, dp=dp, updates=updates, multiple=multiple)
     plain = _plan(refs, dp=dp, updates=updates, multiple=multiple, shares_prompts=False)
     for update, other in zip(plans, plain, strict=True):
@@ -79,7 +88,39 @@ def test_every_sample_lands_once_within_the_budget(
         (count,) = {len(batches) for batches in update.micro_batches}
         assert count % multiple == 0 and len(update.micro_batches) == dp
         for batch in (batch for batches in update.micro_batches for batch in batches):
-            assert total(batch, float, shares_prompts=True) <= BUDGET
+            assert summed_sizes(batch, float, shares_prompts=True) <= BUDGET
+
+
+@given(GROUPS, st.integers(0, 3))
+def test_the_plan_of_one_update_does_not_depend_on_the_order(
+    groups: list[tuple[int, list[int]]], seed: int
+) -> None:
+    refs = _refs(groups)
+    assert _plan(shuffled(refs, seed, 0), dp=2) == _plan(refs, dp=2)
+
+
+@given(GROUPS)
+def test_pieces_are_as_large_as_their_samples_together(groups: list[tuple[int, list[int]]]) -> None:
+    """Each way has all samples once, and joins more of them than the one before it."""
+    sized = partial(piece_of, tokens=lambda length: length, work=_work, shares_prompts=True)
+    refs = _refs(groups)
+    counts = []
+    for pieces in bundlings([sized((ref,)) for ref in refs], BUDGET):
+        assert sorted(key_of(ref) for piece in pieces for ref in piece.refs) == [*map(key_of, refs)]
+        for piece in pieces:
+            assert piece.tokens == summed_sizes(piece.refs, float, shares_prompts=True)
+            work = summed_sizes(piece.refs, _work, shares_prompts=True)
+            assert piece.work == pytest.approx(work)
+        counts.append(max(len(piece.refs) for piece in pieces))
+    assert counts == sorted({*counts})
+
+
+def test_what_takes_most_of_a_row_is_placed_first() -> None:
+    """Four samples of 17 tokens that share 16 of them take 20 of a row, less than one of 44: two rows have room."""
+    (update,) = _plan(_refs([(16, [1] * 4)] * 2 + [(1, [43])] * 2))
+    (batches,) = update.micro_batches
+    taken = [summed_sizes(batch, float, shares_prompts=True) for batch in batches]
+    assert taken == [BUDGET, BUDGET]
 
 
 def test_long_prompts_are_computed_once_where_a_group_fits() -> None:
