@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from megarl.placement.roles import Roles
+from megarl.placement.overlaps import PAIRED_PASSES
+from megarl.placement.roles import Role, Roles
 from megarl.types import UserError
 from megarl.types.listed import ErrorIterator, listed
 
 _KEY = "train.share_prefixes"
-# options of Megatron's with which a token's output depends on more than the tokens before it
-_MEGATRON = ("moe_expert_capacity_factor", "moe_input_jitter_eps")
+_BY_MORE = "with this option a token's result depends on other tokens of the row, or on chance"
+_UNTRIED = "passes in parts were never compared with one rank where rows share prefixes"
+# options of Megatron's, by what shared prefixes lack with them
+_MEGATRON = {
+    "moe_expert_capacity_factor": _BY_MORE,
+    "moe_input_jitter_eps": _BY_MORE,
+    "moe_router_force_load_balancing": _BY_MORE,
+    PAIRED_PASSES: _UNTRIED,
+}
+_FUSED_ROPE = "apply_rope_fusion"
 
 
 @listed
@@ -27,12 +36,19 @@ def prefix_errors(roles: Roles) -> ErrorIterator:
     if train.replay == "r3":
         why = "engines may have chosen other experts for a prompt in each of its samples"
         yield _refused(why, "train.replay", "r2 or off")
-    for option in _MEGATRON:
-        if train.megatron.get(option) is not None:
-            why = (
-                "with this option a token's result depends on other tokens of the row, or on chance"
-            )
+    for option, why in _MEGATRON.items():
+        if train.megatron.get(option):
             yield _refused(why, f"train.megatron.{option}", "null")
+    if train.megatron.get(_FUSED_ROPE) and any(map(_has_latent_yarn, roles.models.values())):
+        why = "the fused kernel of latent attention numbers the positions of a row itself"
+        yield _refused(why, f"train.megatron.{_FUSED_ROPE}", "false")
+
+
+def _has_latent_yarn(role: Role) -> bool:
+    """Whether Megatron passes YaRN's angles of all positions to its fused kernel of latent attention."""
+    shape = role.model.known_shape
+    facts = role.model.facts
+    return bool(shape and shape.mla and facts and facts.yarn)
 
 
 def _refused(why: str, key: str, value: str) -> UserError:

@@ -104,6 +104,8 @@ def test_prompts_that_samples_share_are_planned_once(tmp_path: Path) -> None:
     assert [share.saved_prompts for share in shares] == [0.0, 0.75]
     assert shares[0].tokens == shares[1].tokens
     assert shares[1].micro_batches < shares[0].micro_batches
+    # at full length prompts of 100 and responses of 5: eight groups of a rank, four of which fit
+    assert [share.micro_batches_full for share in shares] == [8, 2]
 
 
 def test_rows_by_length_are_counted_on_each_of_their_ranks(tmp_path: Path) -> None:
