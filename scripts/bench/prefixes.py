@@ -1,9 +1,9 @@
 """What sharing prefixes brings a training step: the same samples with `train.share_prefixes` and without, in turn.
 
 The samples are groups of random tokens, whose prompts and responses have so many tokens, or with --samples those of a
-file that `megarl rollout` wrote, with the model and layout of --recipe. The learning rate is 0: losses and gradient
-norms of every step must agree, or the bench fails. Prints the seconds of each, their ratio (median over pairs of
-steps), and the tokens that a step computes.
+file that `megarl rollout` wrote, with the model and layout of --recipe. The learning rate is 0: the loss and the
+gradient norm of every update of every step must agree, or the bench fails. Prints the seconds of each, their ratio
+(median over pairs of steps), and the tokens of all data-parallel ranks' rows in a step, padding included.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,8 +84,11 @@ def updates_of(
 
 def contender(
     trainer: Any, recipe: Recipe, groups: Sequence[SampleGroup], *, shares: bool
-) -> tuple[partial[tuple[float, float]], int]:
-    """A step on this rank, and the tokens that all of its rows have, padding included."""
+) -> tuple[Callable[[], list[tuple[float, float]]], int]:
+    """A step on this rank, and the tokens of all data-parallel ranks' rows.
+
+    The step gives the loss and the gradient norm of each update; the loss is 0 but on the last pipeline stage.
+    """
     from megarl.parallel.packing import Split, pack
     from megarl.parallel.shared_rows import pack_shared
     from megarl.training.train_sequences import train_sequences
@@ -92,28 +96,27 @@ def contender(
     layout = trainer.layout
     at = layout.coords(trainer.rank)
     split = Split(layout.tp, layout.cp, at.cp, layout.tokens_align)
-    updates = [
-        Update(
-            (update.micro_batches[at.dp],), update.denominator, update.tokens, update.loss_tokens
-        )
-        for update in updates_of(trainer, recipe, groups, shares=shares)
-    ]
+    planned = updates_of(trainer, recipe, groups, shares=shares)
+    updates = [replace(update, micro_batches=(update.micro_batches[at.dp],)) for update in planned]
     numbers = sorted({ref.group for ref in refs_of(updates)})
     own = own_samples(updates, numbers, *(groups[number] for number in numbers))
     call: TrainCall[None] = TrainCall(recipe.algorithm.name, updates, own, 0.0, None)
     packed = partial(pack_shared if shares else pack, split=split, device=device.DEVICE)
 
-    def step() -> tuple[float, float]:
+    def step() -> list[tuple[float, float]]:
         trainer._pack = packed
-        statistics_of_step = trainer.train(call)
-        return statistics_of_step[0].get(LOSS, (0.0,))[0], statistics_of_step[0][GRAD_NORM][0]
+        return [
+            (of_update.get(LOSS, (0.0,))[0], of_update[GRAD_NORM][0])
+            for of_update in trainer.train(call)
+        ]
 
-    batches = [
-        sequences
-        for update in updates
-        for sequences in train_sequences(update.micro_batches[0], own, "token_mean")
+    of_all_ranks = [
+        packed(sequences)
+        for update in planned
+        for micro_batches in update.micro_batches
+        for sequences in train_sequences(micro_batches, dict(enumerate(groups)), "token_mean")
     ]
-    return partial(step), sum(len(packed(batch).token_ids_L) for batch in batches)
+    return step, sum(len(row.token_ids_L) for row in of_all_ranks)
 
 
 def work(
@@ -127,9 +130,9 @@ def work(
         name: contender(trainer, recipe, groups, shares=shares)
         for name, shares in (("shared", True), ("plain", False))
     }
-    results: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
+    results: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in pairs}
 
-    def kept(name: str) -> tuple[float, float]:
+    def kept(name: str) -> list[tuple[float, float]]:
         results[name].append(pairs[name][0]())
         return results[name][-1]
 
@@ -168,6 +171,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("keys", nargs="*", help="of the recipe: a.b=c")
     args = parser.parse_args()
+    args.cp_auto = False
+    args.longest = args.prompt_tokens + args.response_tokens
     if device.DEVICE == "cpu":
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as folder:

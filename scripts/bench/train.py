@@ -174,9 +174,7 @@ def parts_of(
     return parts
 
 
-def timed(
-    contenders: Mapping[str, Callable[[], tuple[float, float]]], steps: int
-) -> dict[str, list[float]]:
+def timed(contenders: Mapping[str, Callable[[], Any]], steps: int) -> dict[str, list[float]]:
     """The seconds of each contender's steps, those to warm up first; they take turns, in changing order."""
     import torch.distributed as dist
 
