@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.controller.samples import samples_of
 from megarl.device import Address
 from megarl.placement.train_layout import TrainLayout
+from megarl.samples.summaries import summary
+from megarl.training.batching import plan_updates
+from megarl.training.calls import TrainCall
 from megarl.types import TrainSequence
 from tests.parallel.adapters import lora_recipe, set_b
 from tests.parallel.checkpoints import write
@@ -27,6 +32,7 @@ from tests.parallel.worlds import (
     run_world,
     world_part,
 )
+from tests.samples.responses import random_group
 
 pytestmark = [
     pytest.mark.slow,
@@ -157,6 +163,48 @@ def test_adapters(one_rank: dict[str, Any]) -> None:
         for shares in (True, False)
     ]
     check(results[0], ONE_RANK, results[1][0])
+
+
+def learn_as_planned(trainer: Any) -> list[Any]:
+    """Of plans with shared prompts and without: the rows of each micro-batch, and the metrics of two updates."""
+    from megarl.parallel.packing import Split, pack
+
+    rng = np.random.default_rng(2)
+    rewards_G = np.arange(SAMPLES, dtype=np.float32) % 2
+    groups = [
+        replace(random_group(rng, VOCAB_SIZE, rng.integers(1, 7, SAMPLES)), rewards_G=rewards_G)
+        for _ in range(GROUPS)
+    ]
+    refs = samples_of([summary(group) for group in groups], "grpo", version=0)
+    plain = partial(pack, split=Split(), device="cpu")
+    results = []
+    for shares, packed in ((True, trainer._pack), (False, plain)):
+        trainer._pack = packed
+        updates = plan_updates(
+            refs,
+            updates=2,
+            dp=1,
+            token_budget=32,
+            aggregation="token_mean",
+            work=float,
+            shares_prompts=shares,
+        )
+        call: TrainCall[Any] = TrainCall("grpo", updates, dict(enumerate(groups)), 0.0, state=None)
+        metrics = [numbers(of_update) for of_update in trainer.train(call)]
+        results.append(([len(update.micro_batches[0]) for update in updates], metrics))
+    return results
+
+
+def test_a_step_learns_as_planned(one_rank: dict[str, Any]) -> None:
+    """Micro-batches that only have room for their samples where a prompt is there once."""
+    path, _ = one_rank["qwen3-moe"]
+    ((shared, plain),) = run_world(
+        recipe(path, ONE_RANK, share_prefixes=True, **LOSSES), learn_as_planned
+    )
+    assert all(mine < other for mine, other in zip(shared[0], plain[0], strict=True))
+    for mine, other in zip(shared[1], plain[1], strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
+        assert mine["grad_norm"] > 1e-3 and mine["loss"] != 0.0
 
 
 def learn_values(rank: int, meet: Address, made: Any) -> dict[str, Any]:

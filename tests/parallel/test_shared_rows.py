@@ -37,12 +37,18 @@ def test_by_hand() -> None:
 
 @given(ROWS, st.integers(1, 4))
 def test_losses_read_what_they_read_of_plain_rows(tokens: list[list[int]], tp: int) -> None:
-    row = shared_row(tokens, tp)
-    plain = pack([sequence(ids) for ids in tokens], split=Split(), device="cpu")
+    sequences = [sequence(ids) for ids in tokens]
+    # old logprobs, the reference's, returns and old values, each of its own
+    rng = np.random.default_rng(tp)
+    arrays = [[rng.random(len(ids), np.float32) for ids in tokens] for _ in range(4)]
+    row = pack_shared(sequences, *arrays, split=Split(tp=tp), device="cpu")
+    plain = pack(sequences, *arrays, split=Split(), device="cpu")
     assert len(row.token_ids_L) % tp == 0
     if row.shared is None:
         assert len({ids[0] for ids in tokens}) == len(tokens)
         return
+    assert row.old_logp_T is not None and plain.old_logp_T is not None
+    assert torch.equal(row.old_logp_T, plain.old_logp_T)
     for field in fields(plain.targets):
         mine, other = (getattr(either.targets, field.name) for either in (row, plain))
         assert (mine is None) == (other is None), field.name
