@@ -63,8 +63,10 @@ class PackedRow:
     lengths_S: float32, the length of every sequence, and 1 for the padding. max_length: an upper bound of the longest
     segment, padding included. Both are made with the row: reading them from the device would hold up the host.
 
-    shared: with prefixes that are there once, L tokens are fewer than the T of the sequences, which what follows
-    starts is still about. sequence_L has numbers of branches then, and the whole row is one segment.
+    shared: of a row that holds prefixes once, L tokens of a tree for the T of the sequences, which are more. Then
+    token_ids_L, labels_L, places and order_T describe the tree's tokens, with the padding behind them, and sequence_L
+    has the branch of each. bounds is one segment, of all L tokens, and max_length an upper bound of their positions.
+    starts, lengths, lengths_S, targets and old_logp_T describe the sequences, end to end and without padding.
     """
 
     cp: int

@@ -98,7 +98,7 @@ class _Tokens:
 
     @property
     def copies_N(self) -> Tensor:
-        """In how many sequences each token is; none for padding."""
+        """In how many sequences each token is; none for padding. Booleans where no token is in several, else int64."""
         if self.has_branch_SB is None:
             return self.sequence_N < len(self.lengths_S) - 1
         return self.has_branch_SB.sum(0).long()[self.sequence_N]

@@ -99,7 +99,7 @@ class RowSummary:
     response_length: int
     num_trained: int
     parts: tuple[SamplePart, ...]
-    has_group_prompt: bool = True
+    has_group_prompt: bool = False
 
 
 def with_part(parts: tuple[SamplePart, ...], new: SamplePart) -> tuple[SamplePart, ...]:
