@@ -7,6 +7,7 @@ sequences, and its latent attention is wrong under tensor parallelism. All three
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,10 +32,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.parallel.cp_gather import gather_keys
-from megarl.parallel.packing import SharedPrefixes, zigzag
+from megarl.parallel.packing import zigzag
+from megarl.parallel.prefix_attention import prefix_attention
 from megarl.parallel.routing import Router, Routing
 from megarl.parallel.shared_rows import RowParams
-from megarl.types import IntArray
 
 
 class RMSNorm(torch.nn.Module):
@@ -70,7 +71,7 @@ def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket]
     attends to the segment up to its own end. A bucket has lengths of one power of two, so that padding at most doubles
     it. Cached, because every layer of a micro-batch asks for it.
     """
-    blocks = []
+    by_size: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     done = 0
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         if cp > 1:
@@ -80,58 +81,26 @@ def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket]
             chunk = end - start
             lasts = [end]
         for last in lasts:
-            blocks.append(_Block(done, chunk, np.arange(start, last)))
+            size = (chunk - 1).bit_length(), (last - start - 1).bit_length()
+            by_size.setdefault(size, []).append((done, chunk, start, last - start))
             done += chunk
-    shares = [zigzag(np.array(bounds), cp, cp_rank) for cp_rank in range(cp)]
-    order_T = torch.from_numpy(np.argsort(np.concatenate(shares)))
-    return *_by_size(blocks), order_T
-
-
-@functools.lru_cache(maxsize=8)
-def _shared_buckets(shared: SharedPrefixes) -> tuple[list[_Bucket], Tensor]:
-    """(buckets, order that restores the queries) of a row with shared prefixes: a block is a run, or the padding."""
-    blocks = [_Block(run.first, run.num_tokens, run.path) for run in shared.runs]
-    length = len(shared.position_L)
-    padding = np.arange(sum(run.num_tokens for run in shared.runs), length)
-    if len(padding):
-        blocks.append(_Block(int(padding[0]), len(padding), padding))
-    return _by_size(blocks)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Queries, one after another, and the places of their keys; the last query is the last key."""
-
-    first: int
-    num_queries: int
-    keys: IntArray
-
-
-def _by_size(blocks: Sequence[_Block]) -> tuple[list[_Bucket], Tensor]:
-    """(buckets of blocks alike in size, order that restores the queries)."""
-    by_size: dict[tuple[int, int], list[_Block]] = {}
-    for block in blocks:
-        size = (block.num_queries - 1).bit_length(), (len(block.keys) - 1).bit_length()
-        by_size.setdefault(size, []).append(block)
-    buckets = [_bucket(alike) for alike in by_size.values()]
+    buckets = [_bucket(blocks) for blocks in by_size.values()]
     queries = torch.cat([bucket.queries[bucket.is_real] for bucket in buckets])
-    return buckets, torch.argsort(queries)
+    shares = [zigzag(np.array(bounds), cp, cp_rank) for cp_rank in range(cp)]
+    return buckets, torch.argsort(queries), torch.from_numpy(np.argsort(np.concatenate(shares)))
 
 
-def _bucket(blocks: Sequence[_Block]) -> _Bucket:
-    first = torch.tensor([[block.first] for block in blocks])
-    queries = torch.tensor([[block.num_queries] for block in blocks])
-    keys = torch.tensor([[len(block.keys)] for block in blocks])
+def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> _Bucket:
+    """blocks: (first query, number of queries, first key, number of keys); the last query is the last key."""
+    first, queries, first_key, keys = (column[:, None] for column in torch.tensor(blocks).T)
     column = torch.arange(int(queries.max()))
     key = torch.arange(int(keys.max()))
     is_real = column < queries
     is_seen = None
     if not torch.equal(queries, keys):
         is_seen = (key <= (column + keys - queries)[..., None])[:, None]
-    from_keys = np.stack([np.resize(block.keys, len(key)) for block in blocks])
-    return _Bucket(
-        torch.where(is_real, first + column, first), is_real, torch.from_numpy(from_keys), is_seen
-    )
+    from_keys = torch.where(key < keys, first_key + key, first_key)
+    return _Bucket(torch.where(is_real, first + column, first), is_real, from_keys, is_seen)
 
 
 class PackedAttention(torch.nn.Module):
@@ -164,15 +133,15 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: RowParams,
         **_: Any,
     ) -> Tensor:
-        if packed_seq_params.shared:
-            buckets, back = _shared_buckets(packed_seq_params.shared)
-        else:
-            bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
-            group = packed_seq_params.cp_group or self.group
-            buckets, back, order_T = _buckets(bounds, group.size(), group.rank())
-            key, value = (
-                gather_keys(tensor, order_T.to(query.device), group) for tensor in (key, value)
-            )
+        if shared := packed_seq_params.shared:
+            scale = self.softmax_scale or 1 / math.sqrt(query.shape[2])
+            return prefix_attention(query, key, value, shared, scale).flatten(1)
+        bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
+        group = packed_seq_params.cp_group or self.group
+        buckets, back, order_T = _buckets(bounds, group.size(), group.rank())
+        key, value = (
+            gather_keys(tensor, order_T.to(query.device), group) for tensor in (key, value)
+        )
         outputs = []
         for bucket in buckets:
             q = _rows(query, bucket.queries)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.targets import Targets
-from megarl.parallel.prefixes import TokenRun
+from megarl.parallel.prefixes import Branch
 from megarl.types import FloatArray, IntArray, TrainSequence, sample_numbers
 from megarl.types.arrays import TokenArrays
 
@@ -41,7 +41,7 @@ class SharedPrefixes:
 
     position_L: in its sequences; parent_L: the place of the token before it, or its own. place_T: of the sequences'
     tokens, end to end, their places; next_T: the same of the token after each, and the last's own. has_branch_SB
-    [S + 1, B + 1]: 1 where a sequence has a branch, else 0, as for padding. runs: of the tokens without padding.
+    [S + 1, B + 1]: 1 where a sequence has a branch, else 0, as for padding. branches: of the tokens without padding.
     """
 
     position_L: Tensor
@@ -49,7 +49,7 @@ class SharedPrefixes:
     place_T: Tensor
     next_T: Tensor
     has_branch_SB: Tensor
-    runs: tuple[TokenRun, ...]
+    branches: tuple[Branch, ...]
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,16 @@ from megarl.types import BoolArray, IntArray
 
 
 @dataclass(frozen=True)
-class TokenRun:
-    """Neighbouring tokens of a tree, which attend to the path that leads to them and, causally, to each other.
+class Branch:
+    """Neighbouring tokens of a tree, from `first` to before `end`, which the same sequences have.
 
-    path: the places of all tokens from a sequence's first one to the run's last; the last num_tokens are the run.
+    What these sequences have behind it follows, up to before `reach`. level: the number of branches that lead to it.
     """
 
-    path: IntArray
-    num_tokens: int
-
-    @property
-    def first(self) -> int:
-        """The place of the run's first token."""
-        return int(self.path[-self.num_tokens])
+    first: int
+    end: int
+    reach: int
+    level: int
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,9 @@ class PrefixTree:
     """U tokens, which S sequences of T tokens together are made of.
 
     token_ids_U, depth_U, parent_U: of each token its id, the number of tokens before it in its sequences, and the place
-    of the last of these (its own place, where there are none). branch_U: its branch, which are neighbouring tokens that
-    the same sequences have; has_branch_SB says which. place_T: of the sequences' tokens, end to end, their places.
+    of the last of these (its own place, where there are none). branch_U: the number of its branch; has_branch_SB: which
+    sequences have a branch. place_T: of the sequences' tokens, end to end, their places. branches: in their order, so
+    that what follows a branch in its sequences is behind it.
     """
 
     token_ids_U: IntArray
@@ -45,7 +43,7 @@ class PrefixTree:
     branch_U: IntArray
     has_branch_SB: BoolArray
     place_T: IntArray
-    runs: tuple[TokenRun, ...]
+    branches: tuple[Branch, ...]
 
 
 def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
@@ -57,7 +55,6 @@ def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
         range(len(sequences)), key=lambda place: sequences[place].astype(">u4").tobytes()
     )
     paths = [np.zeros(0, np.int64)] * len(sequences)
-    runs = []
     branch_starts = {0}
     size = 0
     ids_before = path = np.zeros(0, np.int64)
@@ -69,18 +66,16 @@ def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
         own = np.arange(size, size + len(ids) - num_shared)
         path = np.concatenate([path[:num_shared], own])
         if len(own):
-            runs.append(TokenRun(path, len(own)))
             branch_starts.add(size)
         paths[place] = path
         size += len(own)
         ids_before = ids
-    return _tree(sequences, paths, tuple(runs), sorted(branch_starts))
+    return _tree(sequences, paths, sorted(branch_starts))
 
 
 def _tree(
     sequences: Sequence[IntArray],
     paths: Sequence[IntArray],
-    runs: tuple[TokenRun, ...],
     branch_starts: Sequence[int],
 ) -> PrefixTree:
     place_T = np.concatenate(paths)
@@ -97,7 +92,23 @@ def _tree(
     has_branch_SB = np.zeros((len(paths), len(branch_starts)), np.bool_)
     for sequence, path in enumerate(paths):
         has_branch_SB[sequence, branch_U[path]] = True
-    return PrefixTree(token_ids_U, depth_U, parent_U, branch_U, has_branch_SB, place_T, runs)
+    branches = _branches(branch_starts, depth_U)
+    return PrefixTree(token_ids_U, depth_U, parent_U, branch_U, has_branch_SB, place_T, branches)
+
+
+def _branches(firsts: Sequence[int], depth_U: IntArray) -> tuple[Branch, ...]:
+    """The branches that begin at these places."""
+    size = len(depth_U)
+    ends = [*firsts[1:], size]
+    reaches = [size] * len(firsts)
+    levels = []
+    path: list[int] = []  # the numbers of the branches that lead to the current one
+    for number, first in enumerate(firsts):
+        while path and depth_U[firsts[path[-1]]] >= depth_U[first]:
+            reaches[path.pop()] = first
+        levels.append(len(path))
+        path.append(number)
+    return tuple(map(Branch, firsts, ends, reaches, levels))
 
 
 def num_common(first: IntArray, second: IntArray) -> int:

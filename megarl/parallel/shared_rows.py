@@ -66,7 +66,7 @@ def _shared(whole: PackedRow, tree: PrefixTree, split: Split, device: str) -> Pa
         place_T=on_device(tree.place_T),
         next_T=on_device(next_T),
         has_branch_SB=on_device(np.pad(tree.has_branch_SB, (0, 1)).astype(np.float32)),
-        runs=tree.runs,
+        branches=tree.branches,
     )
     token_ids_L = padded(tree.token_ids_U, 0)
     length = size + padding

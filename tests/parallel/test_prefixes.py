@@ -32,10 +32,12 @@ def test_by_hand() -> None:
         [1, 1, 0, 0, 0],
         [1, 0, 1, 1, 0],
     ]
-    assert [(run.first, run.path.tolist()) for run in tree.runs] == [
-        (0, [0, 1, 2]),
-        (3, [0, 1, 3, 4]),
-        (5, [0, 1, 3, 5]),
+    assert [(each.first, each.end, each.reach, each.level) for each in tree.branches] == [
+        (0, 2, 6, 0),
+        (2, 3, 3, 1),
+        (3, 4, 6, 1),
+        (4, 5, 5, 2),
+        (5, 6, 6, 2),
     ]
 
 
@@ -63,17 +65,22 @@ def test_a_branch_has_the_tokens_that_the_same_sequences_have(sequences: list[li
 
 
 @given(SEQUENCES)
-def test_runs_are_all_tokens_in_order_with_the_paths_that_lead_to_them(
-    sequences: list[list[int]],
-) -> None:
+def test_a_branch_leads_to_what_its_sequences_have_behind_it(sequences: list[list[int]]) -> None:
     tree = prefix_tree(arrays(sequences))
-    places = [place for run in tree.runs for place in range(run.first, run.first + run.num_tokens)]
+    paths = np.split(tree.place_T, np.cumsum([len(ids) for ids in sequences])[:-1])
+    places = [place for branch in tree.branches for place in range(branch.first, branch.end)]
     assert places == list(range(len(tree.token_ids_U)))
-    for run in tree.runs:
-        assert tree.parent_U[run.path].tolist() == [*run.path[:1], *run.path[:-1]]
-        assert (
-            tree.depth_U[run.path[0]] == 0 and int(run.path[-1]) == run.first + run.num_tokens - 1
-        )
+    for number, branch in enumerate(tree.branches):
+        assert set(tree.branch_U[branch.first : branch.end].tolist()) == {number}
+        behind = {
+            place
+            for path in paths
+            if branch.first in path
+            for place in path[path > branch.first].tolist()
+        }
+        assert behind == {*range(branch.first + 1, branch.reach)}
+        leading = [other for other in tree.branches if other.first < branch.first < other.reach]
+        assert branch.level == len(leading)
 
 
 def test_what_two_sequences_have_in_common() -> None:

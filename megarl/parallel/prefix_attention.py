@@ -1,0 +1,203 @@
+"""Attention along every sequence of a row that holds shared prefixes once (prefixes.py).
+
+A token attends to all of the branches that lead to its own, and to its own branch up to itself. The keys of a branch
+meet all queries behind it together, and what a query gets of several branches is joined by log-sum-exp (Hydragen, arXiv
+2402.05099). So no key is there once for each sequence, and memory grows with the tokens of the row alone: the backward
+pass computes probabilities again, as FlashAttention does (arXiv 2205.14135, algorithm 4).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.parallel.packing import SharedPrefixes
+
+_SCORES = 1 << 24  # of queries and keys, computed at a time
+
+
+@dataclass(frozen=True)
+class _Part:
+    """B blocks alike in size, each of Q queries that meet K keys, padded to the longest; no query is in two blocks.
+
+    queries [B, Q] and keys [B, K]: places in the row. num_seen [B, Q]: a query attends to so many of the first keys of
+    its block, and a padded one to none.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    num_seen: Tensor
+
+    def few_at_a_time(self, num_heads: int) -> Iterator[_Part]:
+        """As parts of so few queries that their scores are no more than _SCORES."""
+        scores_of_query = self.keys.numel() * num_heads
+        count = max(1, _SCORES // scores_of_query)
+        for first in range(0, self.queries.shape[1], count):
+            columns = slice(first, first + count)
+            yield _Part(self.queries[:, columns], self.keys, self.num_seen[:, columns])
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Neighbouring queries and neighbouring keys. is_causal: they are the same tokens."""
+
+    first_query: int
+    num_queries: int
+    first_key: int
+    num_keys: int
+    is_causal: bool
+
+
+@functools.lru_cache(maxsize=8)
+def _parts(shared: SharedPrefixes, device: torch.device) -> list[_Part]:
+    """All that the queries of a row meet. Cached, because every layer of a micro-batch asks for it."""
+    blocks_by_size: dict[tuple[int, int, int], list[_Block]] = {}
+
+    def add(level: int, block: _Block) -> None:
+        size = level, (block.num_queries - 1).bit_length(), (block.num_keys - 1).bit_length()
+        blocks_by_size.setdefault(size, []).append(block)
+
+    end = 0
+    for branch in shared.branches:
+        size = branch.end - branch.first
+        add(-1, _Block(branch.first, size, branch.first, size, is_causal=True))
+        # branches of one level lead to different tokens
+        if num_behind := branch.reach - branch.end:
+            behind = _Block(branch.end, num_behind, branch.first, size, is_causal=False)
+            add(branch.level, behind)
+        end = branch.end
+    if padding := len(shared.position_L) - end:
+        add(-1, _Block(end, padding, end, padding, is_causal=True))
+    return [_part(blocks, device) for blocks in blocks_by_size.values()]
+
+
+def _part(blocks: Sequence[_Block], device: torch.device) -> _Part:
+    first_query, num_queries, first_key, num_keys, is_causal = (
+        torch.tensor(values)[:, None]
+        for values in zip(
+            *(
+                (
+                    block.first_query,
+                    block.num_queries,
+                    block.first_key,
+                    block.num_keys,
+                    block.is_causal,
+                )
+                for block in blocks
+            ),
+            strict=True,
+        )
+    )
+    query = torch.arange(int(num_queries.max()))
+    key = torch.arange(int(num_keys.max()))
+    num_seen = torch.where(is_causal, query + 1, num_keys)
+    return _Part(
+        (first_query + torch.minimum(query, num_queries - 1)).to(device),
+        (first_key + torch.minimum(key, num_keys - 1)).to(device),
+        torch.where(query < num_queries, num_seen, 0).to(device),
+    )
+
+
+def prefix_attention(
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedPrefixes, scale: float
+) -> Tensor:
+    """query [L, heads, d], key [L, kv heads, d], value [L, kv heads, v] -> [L, heads, v]."""
+    return _PrefixAttention.apply(query, key, value, shared, scale)  # type: ignore[no-any-return]
+
+
+class _PrefixAttention(torch.autograd.Function):
+    """Computes in float32, or in float64 where the queries are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedPrefixes, scale: float
+    ) -> Tensor:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        num_heads = query.shape[1]
+        joined = value.new_zeros(len(query), num_heads, value.shape[2], dtype=dtype)
+        lse = value.new_full((len(query), num_heads, 1), -torch.inf, dtype=dtype)
+        for part in _parts(shared, query.device):
+            for few in part.few_at_a_time(num_heads):
+                scores = _scores(few, query, key, scale)
+                part_lse = scores.logsumexp(-1, keepdim=True)
+                output = (scores - part_lse).exp() @ _grouped(value, few.keys, key.shape[1])
+                _join(joined, lse, few, _by_place(output, few), _by_place(part_lse, few))
+        output = joined.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.shared = shared
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        groups = key.shape[1]
+        grad = grad.to(lse.dtype)
+        # of each query the product of its result and the gradient of this
+        product = (grad * output).sum(-1, keepdim=True)
+        grads = [tensor.new_zeros(tensor.shape, dtype=lse.dtype) for tensor in (query, key, value)]
+        grad_query, grad_key, grad_value = grads
+        for part in _parts(ctx.shared, query.device):
+            for few in part.few_at_a_time(query.shape[1]):
+                of_queries = functools.partial(_grouped, places=few.queries, groups=groups)
+                of_keys = functools.partial(_grouped, places=few.keys, groups=groups)
+                scores = _scores(few, query, key, ctx.scale)
+                probs = (scores - of_queries(lse)).exp()
+                few_grad = of_queries(grad)
+                _add(grad_value, few.keys, probs.transpose(2, 3) @ few_grad)
+                grad_probs = few_grad @ of_keys(value).transpose(2, 3)
+                grad_scores = probs * (grad_probs - of_queries(product)) * ctx.scale
+                _add(grad_query, few.queries, grad_scores @ of_keys(key))
+                _add(grad_key, few.keys, grad_scores.transpose(2, 3) @ of_queries(query))
+        typed = [
+            of_input.to(tensor.dtype)
+            for of_input, tensor in zip(grads, (query, key, value), strict=True)
+        ]
+        return *typed, None, None
+
+
+def _scores(part: _Part, query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """[B, kv heads, heads of each x Q, K], -inf where a query does not attend to the key."""
+    groups = key.shape[1]
+    keys = _grouped(key, part.keys, groups)
+    scores = _grouped(query, part.queries, groups) @ keys.transpose(2, 3) * scale
+    column = torch.arange(part.keys.shape[1], device=scores.device)
+    is_hidden = column >= part.num_seen[..., None]  # [B, Q, K]
+    by_head = scores.unflatten(2, (-1, part.queries.shape[1]))
+    return by_head.masked_fill(is_hidden[:, None, None], -torch.inf).flatten(2, 3)
+
+
+def _grouped(tensor: Tensor, places: Tensor, groups: int) -> Tensor:
+    """[L, heads, d] -> [B, groups, heads of each x N, d] at the places [B, N], in the type of computation."""
+    rows = tensor.index_select(0, places.flatten()).unflatten(0, places.shape)
+    by_group = rows.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    return by_group.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _by_row(grouped: Tensor, num_places: int) -> Tensor:
+    """The inverse of `_grouped`: [B, groups, heads of each x N, d] -> [B, N, heads, d]."""
+    return grouped.unflatten(2, (-1, num_places)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _by_place(grouped: Tensor, part: _Part) -> Tensor:
+    """Of the queries that are no padding: [queries, heads, d]."""
+    return _by_row(grouped, part.queries.shape[1])[part.num_seen > 0]
+
+
+def _join(joined: Tensor, lse: Tensor, part: _Part, output: Tensor, part_lse: Tensor) -> None:
+    """Add to the results of some queries what these get of more keys."""
+    places = part.queries[part.num_seen > 0]
+    before = lse[places]
+    after = torch.logaddexp(before, part_lse)
+    joined[places] = joined[places] * (before - after).exp() + output * (part_lse - after).exp()
+    lse[places] = after
+
+
+def _add(total: Tensor, places: Tensor, grouped: Tensor) -> None:
+    """Add gradients to those of the row; what is padded has none."""
+    total.index_add_(0, places.flatten(), _by_row(grouped, places.shape[1]).flatten(0, 1))
