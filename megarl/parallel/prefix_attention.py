@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ class _Part:
     """B blocks alike in size, each of Q queries that meet K keys, padded to the longest; no query is in two blocks.
 
     queries [B, Q] and keys [B, K]: places in the row. num_seen [B, Q]: a query attends to so many of the first keys of
-    its block, and a padded one to none.
+    its block, and a padded one to none. is_whole: all queries attend to all keys.
     """
 
     queries: Tensor
     keys: Tensor
     num_seen: Tensor
+    is_whole: bool
 
     def few_at_a_time(self, num_heads: int) -> Iterator[_Part]:
         """As parts of so few queries that their scores are no more than _SCORES."""
@@ -39,7 +40,9 @@ class _Part:
         count = max(1, _SCORES // scores_of_query)
         for first in range(0, self.queries.shape[1], count):
             columns = slice(first, first + count)
-            yield _Part(self.queries[:, columns], self.keys, self.num_seen[:, columns])
+            yield replace(
+                self, queries=self.queries[:, columns], num_seen=self.num_seen[:, columns]
+            )
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,12 @@ def _part(blocks: Sequence[_Block], device: torch.device) -> _Part:
     )
     query = torch.arange(int(num_queries.max()))
     key = torch.arange(int(num_keys.max()))
-    num_seen = torch.where(is_causal, query + 1, num_keys)
+    num_seen = torch.where(query < num_queries, torch.where(is_causal, query + 1, num_keys), 0)
     return _Part(
         (first_query + torch.minimum(query, num_queries - 1)).to(device),
         (first_key + torch.minimum(key, num_keys - 1)).to(device),
-        torch.where(query < num_queries, num_seen, 0).to(device),
+        num_seen.to(device),
+        is_whole=bool((num_seen == len(key)).all()),
     )
 
 
@@ -124,8 +128,11 @@ class _PrefixAttention(torch.autograd.Function):
         for part in _parts(shared, query.device):
             for few in part.few_at_a_time(num_heads):
                 scores = _scores(few, query, key, scale)
-                part_lse = scores.logsumexp(-1, keepdim=True)
-                output = (scores - part_lse).exp() @ _grouped(value, few.keys, key.shape[1])
+                largest = scores.amax(-1, keepdim=True)
+                weights = scores.sub_(largest).exp_()
+                total = weights.sum(-1, keepdim=True)
+                output = weights @ _grouped(value, few.keys, key.shape[1]) / total
+                part_lse = largest + total.log()
                 _join(joined, lse, few, _by_place(output, few), _by_place(part_lse, few))
         output = joined.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
@@ -146,14 +153,14 @@ class _PrefixAttention(torch.autograd.Function):
             for few in part.few_at_a_time(query.shape[1]):
                 of_queries = functools.partial(_grouped, places=few.queries, groups=groups)
                 of_keys = functools.partial(_grouped, places=few.keys, groups=groups)
-                scores = _scores(few, query, key, ctx.scale)
-                probs = (scores - of_queries(lse)).exp()
+                probs = _scores(few, query, key, ctx.scale).sub_(of_queries(lse)).exp_()
                 few_grad = of_queries(grad)
                 _add(grad_value, few.keys, probs.transpose(2, 3) @ few_grad)
                 grad_probs = few_grad @ of_keys(value).transpose(2, 3)
-                grad_scores = probs * (grad_probs - of_queries(product)) * ctx.scale
-                _add(grad_query, few.queries, grad_scores @ of_keys(key))
-                _add(grad_key, few.keys, grad_scores.transpose(2, 3) @ of_queries(query))
+                grad_scores = grad_probs.sub_(of_queries(product)).mul_(probs)
+                _add(grad_query, few.queries, grad_scores @ (of_keys(key) * ctx.scale))
+                by_key = grad_scores.transpose(2, 3) @ (of_queries(query) * ctx.scale)
+                _add(grad_key, few.keys, by_key)
         typed = [
             of_input.to(tensor.dtype)
             for of_input, tensor in zip(grads, (query, key, value), strict=True)
@@ -165,11 +172,13 @@ def _scores(part: _Part, query: Tensor, key: Tensor, scale: float) -> Tensor:
     """[B, kv heads, heads of each x Q, K], -inf where a query does not attend to the key."""
     groups = key.shape[1]
     keys = _grouped(key, part.keys, groups)
-    scores = _grouped(query, part.queries, groups) @ keys.transpose(2, 3) * scale
-    column = torch.arange(part.keys.shape[1], device=scores.device)
-    is_hidden = column >= part.num_seen[..., None]  # [B, Q, K]
-    by_head = scores.unflatten(2, (-1, part.queries.shape[1]))
-    return by_head.masked_fill(is_hidden[:, None, None], -torch.inf).flatten(2, 3)
+    scores = (_grouped(query, part.queries, groups) * scale) @ keys.transpose(2, 3)
+    if not part.is_whole:
+        column = torch.arange(part.keys.shape[1], device=scores.device)
+        is_hidden = column >= part.num_seen[..., None]  # [B, Q, K]
+        by_head = scores.unflatten(2, (-1, part.queries.shape[1]))
+        by_head.masked_fill_(is_hidden[:, None, None], -torch.inf)
+    return scores
 
 
 def _grouped(tensor: Tensor, places: Tensor, groups: int) -> Tensor:
