@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.targets import Targets
-from megarl.parallel.prefixes import Branch
+from megarl.parallel.prefixes import PrefixBranch
 from megarl.types import FloatArray, IntArray, TrainSequence, sample_numbers
 from megarl.types.arrays import TokenArrays
 
@@ -49,7 +49,7 @@ class SharedPrefixes:
     place_T: Tensor
     next_T: Tensor
     has_branch_SB: Tensor
-    branches: tuple[Branch, ...]
+    branches: tuple[PrefixBranch, ...]
 
 
 @dataclass(frozen=True)

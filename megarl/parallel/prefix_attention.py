@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ _SCORES = 1 << 24  # of queries and keys, computed at a time
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BlockBatch:
     """B blocks alike in size, each of Q queries that meet K keys, padded to the longest; no query is in two blocks.
 
     queries [B, Q] and keys [B, K]: places in the row. num_seen [B, Q]: a query attends to so many of the first keys of
@@ -34,8 +34,8 @@ class _Part:
     num_seen: Tensor
     is_whole: bool
 
-    def few_at_a_time(self, num_heads: int) -> Iterator[_Part]:
-        """As parts of so few queries that their scores are no more than _SCORES."""
+    def few_at_a_time(self, num_heads: int) -> Iterator[_BlockBatch]:
+        """As batches of so few queries that their scores are no more than _SCORES."""
         scores_of_query = self.keys.numel() * num_heads
         count = max(1, _SCORES // scores_of_query)
         for first in range(0, self.queries.shape[1], count):
@@ -45,8 +45,7 @@ class _Part:
             )
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """Neighbouring queries and neighbouring keys. is_causal: they are the same tokens."""
 
     first_query: int
@@ -57,7 +56,7 @@ class _Block:
 
 
 @functools.lru_cache(maxsize=8)
-def _parts(shared: SharedPrefixes, device: torch.device) -> list[_Part]:
+def _block_batches(shared: SharedPrefixes, device: torch.device) -> list[_BlockBatch]:
     """All that the queries of a row meet. Cached, because every layer of a micro-batch asks for it."""
     blocks_by_size: dict[tuple[int, int, int], list[_Block]] = {}
 
@@ -76,33 +75,20 @@ def _parts(shared: SharedPrefixes, device: torch.device) -> list[_Part]:
         end = branch.end
     if padding := len(shared.position_L) - end:
         add(-1, _Block(end, padding, end, padding, is_causal=True))
-    return [_part(blocks, device) for blocks in blocks_by_size.values()]
+    return [_batch_of(blocks, device) for blocks in blocks_by_size.values()]
 
 
-def _part(blocks: Sequence[_Block], device: torch.device) -> _Part:
-    first_query, num_queries, first_key, num_keys, is_causal = (
-        torch.tensor(values)[:, None]
-        for values in zip(
-            *(
-                (
-                    block.first_query,
-                    block.num_queries,
-                    block.first_key,
-                    block.num_keys,
-                    block.is_causal,
-                )
-                for block in blocks
-            ),
-            strict=True,
-        )
-    )
+def _batch_of(blocks: Sequence[_Block], device: torch.device) -> _BlockBatch:
+    columns = torch.tensor(blocks).T[..., None]
+    first_query, num_queries, first_key, num_keys, is_causal = columns
     query = torch.arange(int(num_queries.max()))
     key = torch.arange(int(num_keys.max()))
-    num_seen = torch.where(query < num_queries, torch.where(is_causal, query + 1, num_keys), 0)
-    return _Part(
-        (first_query + torch.minimum(query, num_queries - 1)).to(device),
-        (first_key + torch.minimum(key, num_keys - 1)).to(device),
-        num_seen.to(device),
+    num_seen = torch.where(is_causal == 1, query + 1, num_keys)
+    num_seen = torch.where(query < num_queries, num_seen, 0)
+    return _BlockBatch(
+        queries=(first_query + torch.minimum(query, num_queries - 1)).to(device),
+        keys=(first_key + torch.minimum(key, num_keys - 1)).to(device),
+        num_seen=num_seen.to(device),
         is_whole=bool((num_seen == len(key)).all()),
     )
 
@@ -125,15 +111,15 @@ class _PrefixAttention(torch.autograd.Function):
         num_heads = query.shape[1]
         joined = value.new_zeros(len(query), num_heads, value.shape[2], dtype=dtype)
         lse = value.new_full((len(query), num_heads, 1), -torch.inf, dtype=dtype)
-        for part in _parts(shared, query.device):
-            for few in part.few_at_a_time(num_heads):
+        for batch in _block_batches(shared, query.device):
+            for few in batch.few_at_a_time(num_heads):
                 scores = _scores(few, query, key, scale)
                 largest = scores.amax(-1, keepdim=True)
                 weights = scores.sub_(largest).exp_()
                 total = weights.sum(-1, keepdim=True)
                 output = weights @ _grouped(value, few.keys, key.shape[1]) / total
-                part_lse = largest + total.log()
-                _join(joined, lse, few, _by_place(output, few), _by_place(part_lse, few))
+                few_lse = largest + total.log()
+                _join(joined, lse, few, _by_place(output, few), _by_place(few_lse, few))
         output = joined.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.shared = shared
@@ -149,8 +135,8 @@ class _PrefixAttention(torch.autograd.Function):
         product = (grad * output).sum(-1, keepdim=True)
         grads = [tensor.new_zeros(tensor.shape, dtype=lse.dtype) for tensor in (query, key, value)]
         grad_query, grad_key, grad_value = grads
-        for part in _parts(ctx.shared, query.device):
-            for few in part.few_at_a_time(query.shape[1]):
+        for batch in _block_batches(ctx.shared, query.device):
+            for few in batch.few_at_a_time(query.shape[1]):
                 of_queries = functools.partial(_grouped, places=few.queries, groups=groups)
                 of_keys = functools.partial(_grouped, places=few.keys, groups=groups)
                 probs = _scores(few, query, key, ctx.scale).sub_(of_queries(lse)).exp_()
@@ -168,15 +154,15 @@ class _PrefixAttention(torch.autograd.Function):
         return *typed, None, None
 
 
-def _scores(part: _Part, query: Tensor, key: Tensor, scale: float) -> Tensor:
+def _scores(batch: _BlockBatch, query: Tensor, key: Tensor, scale: float) -> Tensor:
     """[B, kv heads, heads of each x Q, K], -inf where a query does not attend to the key."""
     groups = key.shape[1]
-    keys = _grouped(key, part.keys, groups)
-    scores = (_grouped(query, part.queries, groups) * scale) @ keys.transpose(2, 3)
-    if not part.is_whole:
-        column = torch.arange(part.keys.shape[1], device=scores.device)
-        is_hidden = column >= part.num_seen[..., None]  # [B, Q, K]
-        by_head = scores.unflatten(2, (-1, part.queries.shape[1]))
+    keys = _grouped(key, batch.keys, groups)
+    scores = (_grouped(query, batch.queries, groups) * scale) @ keys.transpose(2, 3)
+    if not batch.is_whole:
+        column = torch.arange(batch.keys.shape[1], device=scores.device)
+        is_hidden = column >= batch.num_seen[..., None]  # [B, Q, K]
+        by_head = scores.unflatten(2, (-1, batch.queries.shape[1]))
         by_head.masked_fill_(is_hidden[:, None, None], -torch.inf)
     return scores
 
@@ -193,17 +179,17 @@ def _by_row(grouped: Tensor, num_places: int) -> Tensor:
     return grouped.unflatten(2, (-1, num_places)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _by_place(grouped: Tensor, part: _Part) -> Tensor:
+def _by_place(grouped: Tensor, batch: _BlockBatch) -> Tensor:
     """Of the queries that are no padding: [queries, heads, d]."""
-    return _by_row(grouped, part.queries.shape[1])[part.num_seen > 0]
+    return _by_row(grouped, batch.queries.shape[1])[batch.num_seen > 0]
 
 
-def _join(joined: Tensor, lse: Tensor, part: _Part, output: Tensor, part_lse: Tensor) -> None:
+def _join(joined: Tensor, lse: Tensor, batch: _BlockBatch, output: Tensor, few_lse: Tensor) -> None:
     """Add to the results of some queries what these get of more keys."""
-    places = part.queries[part.num_seen > 0]
+    places = batch.queries[batch.num_seen > 0]
     before = lse[places]
-    after = torch.logaddexp(before, part_lse)
-    joined[places] = joined[places] * (before - after).exp() + output * (part_lse - after).exp()
+    after = torch.logaddexp(before, few_lse)
+    joined[places] = joined[places] * (before - after).exp() + output * (few_lse - after).exp()
     lse[places] = after
 
 

@@ -15,7 +15,7 @@ from megarl.types import BoolArray, IntArray
 
 
 @dataclass(frozen=True)
-class Branch:
+class PrefixBranch:
     """Neighbouring tokens of a tree, from `first` to before `end`, which the same sequences have.
 
     What these sequences have behind it follows, up to before `reach`. level: the number of branches that lead to it.
@@ -43,7 +43,7 @@ class PrefixTree:
     branch_U: IntArray
     has_branch_SB: BoolArray
     place_T: IntArray
-    branches: tuple[Branch, ...]
+    branches: tuple[PrefixBranch, ...]
 
 
 def prefix_tree(sequences: Sequence[IntArray]) -> PrefixTree:
@@ -96,7 +96,7 @@ def _tree(
     return PrefixTree(token_ids_U, depth_U, parent_U, branch_U, has_branch_SB, place_T, branches)
 
 
-def _branches(firsts: Sequence[int], depth_U: IntArray) -> tuple[Branch, ...]:
+def _branches(firsts: Sequence[int], depth_U: IntArray) -> tuple[PrefixBranch, ...]:
     """The branches that begin at these places."""
     size = len(depth_U)
     ends = [*firsts[1:], size]
@@ -108,7 +108,7 @@ def _branches(firsts: Sequence[int], depth_U: IntArray) -> tuple[Branch, ...]:
             reaches[path.pop()] = first
         levels.append(len(path))
         path.append(number)
-    return tuple(map(Branch, firsts, ends, reaches, levels))
+    return tuple(map(PrefixBranch, firsts, ends, reaches, levels))
 
 
 def num_common(first: IntArray, second: IntArray) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megarl.placement.train_layout import fewest_ranks
 from megarl.training.bins import Bin, Load, best_fit, fill, least_first, placed, sets
 from megarl.training.flops import MICRO_BATCH_TOKENS
-from megarl.training.shared_prompts import Piece, bundlings, piece_of
+from megarl.training.shared_prompts import BatchPiece, bundlings, piece_of
 from megarl.types import Aggregation, FloatArray, Sample, SampleGroup
 from megarl.types.arrays import TokenArrays
 
@@ -49,7 +49,7 @@ class SampleRef:
 
 MicroBatch = tuple[SampleRef, ...]
 _Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
-_Piece = Piece[SampleRef]
+_Piece = BatchPiece[SampleRef]
 Key = tuple[int, int, int]  # group, sample and row
 _MORE = 2  # rounds of micro-batches that are tried beyond the fewest
 TokenValues = dict[Key, FloatArray]  # of some samples: a number for each token of the response

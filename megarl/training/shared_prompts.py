@@ -41,7 +41,7 @@ def summed_sizes(
 
 
 @dataclass(frozen=True)
-class Piece(Generic[Ref]):
+class BatchPiece(Generic[Ref]):
     """Sequences of a group that are in one micro-batch, with the tokens that they take of it and their work.
 
     prompt_tokens, prompt_work: the part of both that is the group's prompt, which a micro-batch has once; 0 where
@@ -61,10 +61,10 @@ def piece_of(
     tokens: Callable[[int], int],
     work: Callable[[int], float],
     shares_prompts: bool,
-) -> Piece[Ref]:
+) -> BatchPiece[Ref]:
     """tokens, work: of a sequence by its length, 0 for none."""
     num_shared = max(ref.num_shared for ref in refs) if shares_prompts else 0
-    return Piece(
+    return BatchPiece(
         refs,
         int(summed_sizes(refs, tokens, shares_prompts=shares_prompts)),
         summed_sizes(refs, work, shares_prompts=shares_prompts),
@@ -73,13 +73,13 @@ def piece_of(
     )
 
 
-def bundlings(samples: Sequence[Piece[Ref]], budget: int) -> Iterator[list[Piece[Ref]]]:
+def bundlings(samples: Sequence[BatchPiece[Ref]], budget: int) -> Iterator[list[BatchPiece[Ref]]]:
     """The samples of an update one at a time, in pairs of a group, in fours, and so on up to whole groups.
 
     Large pieces share most, small ones are balanced best. A piece of several samples fits the budget. Ends before a
     number that would join no more than the one before it.
     """
-    by_group: dict[int, list[Piece[Ref]]] = {}
+    by_group: dict[int, list[BatchPiece[Ref]]] = {}
     # by number: the order in which they are given changes nothing
     for sample in sorted(samples, key=lambda sample: (sample.refs[0].group, sample.refs[0].sample)):
         by_group.setdefault(sample.refs[0].group, []).append(sample)
@@ -94,9 +94,11 @@ def bundlings(samples: Sequence[Piece[Ref]], budget: int) -> Iterator[list[Piece
         most *= 2
 
 
-def _bundles(group: Sequence[Piece[Ref]], most: int, budget: int) -> list[list[Piece[Ref]]]:
+def _bundles(
+    group: Sequence[BatchPiece[Ref]], most: int, budget: int
+) -> list[list[BatchPiece[Ref]]]:
     """The samples of a group in their order, at most so many together."""
-    bundles: list[list[Piece[Ref]]] = []
+    bundles: list[list[BatchPiece[Ref]]] = []
     tokens = 0
     prompt_tokens = 0
     for sample in group:
@@ -112,10 +114,10 @@ def _bundles(group: Sequence[Piece[Ref]], most: int, budget: int) -> list[list[P
     return bundles
 
 
-def _joined(bundle: Sequence[Piece[Ref]]) -> Piece[Ref]:
+def _joined(bundle: Sequence[BatchPiece[Ref]]) -> BatchPiece[Ref]:
     prompt_tokens = max(sample.prompt_tokens for sample in bundle)
     prompt_work = max(sample.prompt_work for sample in bundle)
-    return Piece(
+    return BatchPiece(
         tuple(ref for sample in bundle for ref in sample.refs),
         prompt_tokens + sum(sample.tokens - sample.prompt_tokens for sample in bundle),
         prompt_work + sum(sample.work - sample.prompt_work for sample in bundle),

@@ -115,9 +115,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 def test_layout_equals_one_rank_without(one_rank: dict[str, Any], family: str, name: str) -> None:
     """Unverified on a GPU.
 
-    parallel/local_spec.py `_shared_buckets`: masked attention of torch on CUDA, for a GPU without TransformerEngine. To
-    check first: this test there. TransformerEngine itself is refused: its attention would need the keys of each run
-    gathered, a mask that is causal from the lower right corner, and rotary angles by position in its fused kernels.
+    parallel/prefix_attention.py: products of torch on CUDA, for a GPU without TransformerEngine. To check first: this
+    test there. TransformerEngine itself is refused: it would need the log-sum-exp of its attention, by which parts are
+    joined in both passes, and rotary angles by position in its fused kernels.
     """
     path, expected = one_rank[family]
     layout, keys = LAYOUTS[name]

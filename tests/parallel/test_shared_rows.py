@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.parallel import prefix_attention
 from megarl.parallel.packing import PackedRow, Split, pack, unpack
 from megarl.parallel.shared_rows import RowParams, pack_shared
 from tests.parallel.test_local_spec import attend_row, slow_attention
@@ -62,27 +64,63 @@ def test_losses_read_what_they_read_of_plain_rows(tokens: list[list[int]], tp: i
     assert torch.equal(before_T[has_next_T], row.shared.place_T[has_next_T])
 
 
+def inputs_of(row: PackedRow, heads: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Queries, keys and values, of which the latter are narrower."""
+    torch.manual_seed(len(row.token_ids_L))
+    return [
+        torch.randn(len(row.token_ids_L), count, width, dtype=dtype, requires_grad=True)
+        for count, width in ((heads[0], 8), (heads[1], 8), (heads[1], 6))
+    ]
+
+
 @settings(max_examples=30)
-@given(ROWS, st.sampled_from([(4, 4), (4, 2)]), st.integers(1, 3))
+@given(
+    ROWS, st.sampled_from([(4, 4), (4, 2)]), st.integers(1, 3), st.sampled_from([1, 20, 1 << 24])
+)
 def test_attention_is_that_of_each_sequence(
-    tokens: list[list[int]], heads: tuple[int, int], tp: int
+    tokens: list[list[int]], heads: tuple[int, int], tp: int, scores: int
 ) -> None:
-    """Values and gradients, with those of a token that several sequences have added up."""
+    """Values and gradients, with those of a token that several sequences have added up; scores: computed at a time."""
     row = shared_row(tokens, tp)
     if row.shared is None:
         return
-    torch.manual_seed(len(row.token_ids_L))
-    inputs = [
-        torch.randn(len(row.token_ids_L), count, 8, dtype=torch.float64, requires_grad=True)
-        for count in (heads[0], heads[1], heads[1])
-    ]
+    inputs = inputs_of(row, heads, torch.float64)
     place_T = row.shared.place_T
-    output = attend_row(inputs, RowParams.of(row))[place_T]
     expected = slow_attention([tensor[place_T] for tensor in inputs], list(row.lengths))
-    torch.testing.assert_close(output, expected)
     weights = torch.randn_like(expected)
-    gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (output, expected)]
+    with patch.object(prefix_attention, "_SCORES", scores):
+        output = attend_row(inputs, RowParams.of(row))[place_T]
+        torch.testing.assert_close(output, expected)
+        gradients = [
+            torch.autograd.grad((out * weights).sum(), inputs) for out in (output, expected)
+        ]
     torch.testing.assert_close(*gradients)
+
+
+def test_attention_keeps_a_prompt_once() -> None:
+    """Twenty answers to a prompt of 50: queries, keys, values, results and log-sum-exps of the row's tokens."""
+    row = shared_row([[*range(50), 100 + answer] for answer in range(20)])
+    inputs = inputs_of(row, (4, 2), torch.bfloat16)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        attend_row(inputs, RowParams.of(row))
+    numbers = sum(tensor.numel() for tensor in kept)
+    assert numbers == 70 * (4 * 8 + 2 * 8 + 2 * 6 + 4 * 6 + 4)
+
+
+def test_attention_in_a_narrow_type_is_that_of_a_wide_one() -> None:
+    """Rounded once: all in between is wider."""
+    row = shared_row([[1, 2, 3, answer] for answer in range(5)])
+    inputs = inputs_of(row, (4, 2), torch.bfloat16)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    outputs = [attend_row(each, RowParams.of(row)) for each in (inputs, wide)]
+    gradients = [
+        torch.autograd.grad(out.sum(), each)
+        for out, each in zip(outputs, (inputs, wide), strict=True)
+    ]
+    assert outputs[0].dtype == gradients[0][0].dtype == torch.bfloat16
+    for mine, other in zip((outputs[0], *gradients[0]), (outputs[1], *gradients[1]), strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=0.05, atol=0.05)
 
 
 def test_rows_without_a_common_prefix_are_plain() -> None:
