@@ -254,26 +254,25 @@ class RankGroup:
 
         Where an algorithm leaves samples out, there are fewer updates in proportion.
         """
-        recipe = self._recipe
-        updates = recipe.train.updates_per_step
+        train = self._recipe.train
+        rollout = self._recipe.rollout
+        updates = train.updates_per_step
         num_samples = len(by_sample(samples))
         if hyperparameters.dynamic_sampling or hyperparameters.overlong_filter:
-            share = num_samples / (
-                recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
-            )
+            share = num_samples / (rollout.prompts_per_step * rollout.samples_per_prompt)
             updates = min(updates, math.ceil(updates * share))
         return plan_updates(
             samples,
             updates=min(updates, num_samples),  # rewards that failed may leave fewer samples too
             dp=self._layout.dp,
-            token_budget=recipe.train.tokens_per_micro_batch,
+            token_budget=train.tokens_per_micro_batch,
             aggregation=hyperparameters.aggregation,
-            longest_response=recipe.longest_sample,
+            longest_response=self._recipe.longest_sample,
             work=train_work(self._shape),
             align=self._layout.tokens_align,
             multiple=self._layout.batch_multiple,
             bubble_micro_batches=self._layout.bubble_micro_batches,
-            shares_prompts=recipe.train.share_prefixes,
+            shares_prompts=train.share_prefixes,
             max_cp=self._layout.max_cp,
         )
 
@@ -409,14 +408,11 @@ class PolicyRanks(RankGroup):
             states = [None] * len(self.workers)
         statistics = self._train(algorithm, shares, lr, states, token_values)
         seconds = time.perf_counter() - began
-        metrics = speed(
-            self._shape,
-            [update.samples for update in updates],
-            seconds,
-            self._layout.world_size,
-            device.gpu_name(),
-            shares_prompts=self._recipe.train.share_prefixes,
-        )
+        by_update = [update.samples for update in updates]
+        gpus = self._layout.world_size
+        gpu = device.gpu_name()
+        shares = self._recipe.train.share_prefixes
+        metrics = speed(self._shape, by_update, seconds, gpus, gpu, shares_prompts=shares)
         return Trained(statistics, metrics)
 
 
