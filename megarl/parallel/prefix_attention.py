@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.device import DEVICE
 from megarl.parallel.packing import SharedPrefixes
+from megarl.types import IntArray
 
-_SCORES = 1 << 24  # of queries and keys, computed at a time
+# Of queries and keys, computed at a time: few enough for a CPU's cache, and enough to keep a GPU busy.
+_SCORES = 1 << 26 if DEVICE == "cuda" else 1 << 20
 
 
 @dataclass(frozen=True)
@@ -26,22 +29,27 @@ class _BlockBatch:
     """B blocks alike in size, each of Q queries that meet K keys, padded to the longest; no query is in two blocks.
 
     queries [B, Q] and keys [B, K]: places in the row. num_seen [B, Q]: a query attends to so many of the first keys of
-    its block, and a padded one to none. is_whole: all queries attend to all keys.
+    its block, and a padded one to none; most_seen_Q: the largest of each column, on the host. is_whole: all queries
+    attend to all keys.
     """
 
     queries: Tensor
     keys: Tensor
     num_seen: Tensor
+    most_seen_Q: IntArray
     is_whole: bool
 
     def few_at_a_time(self, num_heads: int) -> Iterator[_BlockBatch]:
-        """As batches of so few queries that their scores are no more than _SCORES."""
+        """As batches of few queries, with the keys that any of them attends to: their scores are at most _SCORES."""
         scores_of_query = self.keys.numel() * num_heads
         count = max(1, _SCORES // scores_of_query)
         for first in range(0, self.queries.shape[1], count):
             columns = slice(first, first + count)
             yield replace(
-                self, queries=self.queries[:, columns], num_seen=self.num_seen[:, columns]
+                self,
+                queries=self.queries[:, columns],
+                keys=self.keys[:, : self.most_seen_Q[columns].max()],
+                num_seen=self.num_seen[:, columns],
             )
 
 
@@ -89,6 +97,7 @@ def _batch_of(blocks: Sequence[_Block], device: torch.device) -> _BlockBatch:
         queries=(first_query + torch.minimum(query, num_queries - 1)).to(device),
         keys=(first_key + torch.minimum(key, num_keys - 1)).to(device),
         num_seen=num_seen.to(device),
+        most_seen_Q=num_seen.amax(0).numpy(),
         is_whole=bool((num_seen == len(key)).all()),
     )
 
