@@ -22,6 +22,8 @@ from megarl.types import IntArray
 
 # Of queries and keys, computed at a time: few enough for a CPU's cache, and enough to keep a GPU busy.
 _SCORES = 1 << 26 if DEVICE == "cuda" else 1 << 20
+_LEAST_QUERIES = 16  # of a block at a time, even so: products of fewer are slow
+_KEYS = 4096  # of blocks at a time
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ class _BlockBatch:
     is_whole: bool
 
     def few_at_a_time(self, num_heads: int) -> Iterator[_BlockBatch]:
-        """As batches of few queries, with the keys that any of them attends to: their scores are at most _SCORES."""
+        """As batches of few queries, with the keys that any of them attends to, and about _SCORES scores."""
         scores_of_query = self.keys.numel() * num_heads
-        count = max(1, _SCORES // scores_of_query)
+        count = max(_LEAST_QUERIES, _SCORES // scores_of_query)
         for first in range(0, self.queries.shape[1], count):
             columns = slice(first, first + count)
             yield replace(
@@ -83,7 +85,12 @@ def _block_batches(shared: SharedPrefixes, device: torch.device) -> list[_BlockB
         end = branch.end
     if padding := len(shared.position_L) - end:
         add(-1, _Block(end, padding, end, padding, is_causal=True))
-    return [_batch_of(blocks, device) for blocks in blocks_by_size.values()]
+    batches = []
+    for blocks in blocks_by_size.values():
+        count = max(1, _KEYS // max(block.num_keys for block in blocks))
+        for first in range(0, len(blocks), count):
+            batches.append(_batch_of(blocks[first : first + count], device))
+    return batches
 
 
 def _batch_of(blocks: Sequence[_Block], device: torch.device) -> _BlockBatch:
