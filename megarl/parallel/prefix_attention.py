@@ -94,6 +94,7 @@ def _block_batches(shared: SharedPrefixes, device: torch.device) -> list[_BlockB
 
 
 def _batch_of(blocks: Sequence[_Block], device: torch.device) -> _BlockBatch:
+    """Blocks alike in size, padded to the longest with places that they have."""
     columns = torch.tensor(blocks).T[..., None]
     first_query, num_queries, first_key, num_keys, is_causal = columns
     query = torch.arange(int(num_queries.max()))
