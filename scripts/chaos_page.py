@@ -97,9 +97,11 @@ def _by_kind(faults: Sequence[dict[str, Any]], restarts_s: Sequence[float]) -> s
 def _by_run(faults: Sequence[dict[str, Any]], ends: Sequence[dict[str, Any]]) -> str:
     rows = []
     for run in sorted({result["run"] for result in [*faults, *ends]}):
-        of_run = [end["end"] for end in ends if end["run"] == run]
-        unequal = sum(bool(end["differences"]) for end in of_run)
+        of_run = [end for end in ends if end["run"] == run]
+        unequal = sum(bool(end["end"]["differences"]) for end in of_run)
         count = sum(fault["run"] == run for fault in faults)
+        # by the clock, of which nobody waited to see what became of each
+        count += sum(len(end.get("hits", ())) for end in of_run)
         equal = len(of_run) - unequal if RUNS[run].is_seeded else "not seeded"
         rows.append([run, count, len(of_run), equal])
     return _table(["run", "faults", "runs to their end", "of these bit-equal"], rows)
