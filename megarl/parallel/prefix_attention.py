@@ -47,10 +47,11 @@ class _BlockBatch:
         count = max(_LEAST_QUERIES, _SCORES // scores_of_query)
         for first in range(0, self.queries.shape[1], count):
             columns = slice(first, first + count)
+            num_keys = int(self.most_seen_Q[columns].max())
             yield replace(
                 self,
                 queries=self.queries[:, columns],
-                keys=self.keys[:, : self.most_seen_Q[columns].max()],
+                keys=self.keys[:, :num_keys],
                 num_seen=self.num_seen[:, columns],
             )
 

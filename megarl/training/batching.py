@@ -237,9 +237,11 @@ def _micro_batches(
         raise ValueError(
             f"a sample of {longest} tokens exceeds the micro-batch budget of {max_cp * token_budget}{ranks}"
         )
-    sized = partial(
-        piece_of, tokens=partial(_padded, align=align), work=work, shares_prompts=shares_prompts
-    )
+
+    def sized(rows: MicroBatch) -> _Piece:
+        tokens = partial(_padded, align=align)
+        return piece_of(rows, tokens=tokens, work=work, shares_prompts=shares_prompts)
+
     samples = [sized(rows) for rows in part]
     # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
     width = max_cp if max(sample.tokens for sample in samples) > max_cp * token_budget else 1

@@ -172,7 +172,9 @@ def learn_as_planned(trainer: Any) -> list[Any]:
     rng = np.random.default_rng(2)
     rewards_G = np.arange(SAMPLES, dtype=np.float32) % 2
     groups = [
-        replace(random_group(rng, VOCAB_SIZE, rng.integers(1, 7, SAMPLES)), rewards_G=rewards_G)
+        replace(
+            random_group(rng, VOCAB_SIZE, rng.integers(1, 7, SAMPLES).tolist()), rewards_G=rewards_G
+        )
         for _ in range(GROUPS)
     ]
     refs = samples_of([summary(group) for group in groups], "grpo", version=0)

@@ -89,8 +89,7 @@ def test_attention_is_that_of_each_sequence(
     place_T = row.shared.place_T
     expected = slow_attention([tensor[place_T] for tensor in inputs], list(row.lengths))
     weights = torch.randn_like(expected)
-    sizes = {"_SCORES": 1, "_LEAST_QUERIES": few, "_KEYS": few}
-    with patch.multiple(prefix_attention, **sizes):
+    with patch.multiple(prefix_attention, _SCORES=1, _LEAST_QUERIES=few, _KEYS=few):
         output = attend_row(inputs, RowParams.of(row))[place_T]
         torch.testing.assert_close(output, expected)
         gradients = [

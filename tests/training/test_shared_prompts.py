@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,10 +101,10 @@ def test_the_plan_of_one_update_does_not_depend_on_the_order(
 @given(GROUPS)
 def test_pieces_are_as_large_as_their_samples_together(groups: list[tuple[int, list[int]]]) -> None:
     """Each way has all samples once, and joins more of them than the one before it."""
-    sized = partial(piece_of, tokens=lambda length: length, work=_work, shares_prompts=True)
     refs = _refs(groups)
+    samples = [piece_of((ref,), tokens=int, work=_work, shares_prompts=True) for ref in refs]
     counts = []
-    for pieces in bundlings([sized((ref,)) for ref in refs], BUDGET):
+    for pieces in bundlings(samples, BUDGET):
         assert sorted(key_of(ref) for piece in pieces for ref in piece.refs) == [*map(key_of, refs)]
         for piece in pieces:
             assert piece.tokens == summed_sizes(piece.refs, float, shares_prompts=True)
