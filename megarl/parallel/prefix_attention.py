@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megarl.device import DEVICE
 from megarl.parallel.packing import SharedPrefixes
-from megarl.types import IntArray
 
 # Of queries and keys, computed at a time: few enough for a CPU's cache, and enough to keep a GPU busy.
 _SCORES = 1 << 26 if DEVICE == "cuda" else 1 << 20
@@ -31,29 +30,15 @@ class _BlockBatch:
     """B blocks alike in size, each of Q queries that meet K keys, padded to the longest; no query is in two blocks.
 
     queries [B, Q] and keys [B, K]: places in the row. num_seen [B, Q]: a query attends to so many of the first keys of
-    its block, and a padded one to none; most_seen_Q: the largest of each column, on the host. is_whole: all queries
+    its block, and a padded one to none. real: the places in [B x Q] of those that are no padding. is_whole: all queries
     attend to all keys.
     """
 
     queries: Tensor
     keys: Tensor
     num_seen: Tensor
-    most_seen_Q: IntArray
+    real: Tensor
     is_whole: bool
-
-    def few_at_a_time(self, num_heads: int) -> Iterator[_BlockBatch]:
-        """As batches of few queries, with the keys that any of them attends to, and about _SCORES scores."""
-        scores_of_query = self.keys.numel() * num_heads
-        count = max(_LEAST_QUERIES, _SCORES // scores_of_query)
-        for first in range(0, self.queries.shape[1], count):
-            columns = slice(first, first + count)
-            num_keys = int(self.most_seen_Q[columns].max())
-            yield replace(
-                self,
-                queries=self.queries[:, columns],
-                keys=self.keys[:, :num_keys],
-                num_seen=self.num_seen[:, columns],
-            )
 
 
 class _Block(NamedTuple):
@@ -67,7 +52,9 @@ class _Block(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _block_batches(shared: SharedPrefixes, device: torch.device) -> list[_BlockBatch]:
+def _block_batches(
+    shared: SharedPrefixes, num_heads: int, device: torch.device
+) -> list[_BlockBatch]:
     """All that the queries of a row meet. Cached, because every layer of a micro-batch asks for it."""
     blocks_by_size: dict[tuple[int, int, int], list[_Block]] = {}
 
@@ -86,29 +73,38 @@ def _block_batches(shared: SharedPrefixes, device: torch.device) -> list[_BlockB
         end = branch.end
     if padding := len(shared.position_L) - end:
         add(-1, _Block(end, padding, end, padding, is_causal=True))
-    batches = []
+    batches: list[_BlockBatch] = []
     for blocks in blocks_by_size.values():
         count = max(1, _KEYS // max(block.num_keys for block in blocks))
         for first in range(0, len(blocks), count):
-            batches.append(_batch_of(blocks[first : first + count], device))
+            batches += _batches_of(blocks[first : first + count], num_heads, device)
     return batches
 
 
-def _batch_of(blocks: Sequence[_Block], device: torch.device) -> _BlockBatch:
-    """Blocks alike in size, padded to the longest with places that they have."""
+def _batches_of(
+    blocks: Sequence[_Block], num_heads: int, device: torch.device
+) -> Iterator[_BlockBatch]:
+    """Blocks alike in size, with some of their queries at a time and the keys that any of these attends to."""
     columns = torch.tensor(blocks).T[..., None]
     first_query, num_queries, first_key, num_keys, is_causal = columns
     query = torch.arange(int(num_queries.max()))
     key = torch.arange(int(num_keys.max()))
+    # padded with places that the block has
+    queries = first_query + torch.minimum(query, num_queries - 1)
+    keys = first_key + torch.minimum(key, num_keys - 1)
     num_seen = torch.where(is_causal == 1, query + 1, num_keys)
     num_seen = torch.where(query < num_queries, num_seen, 0)
-    return _BlockBatch(
-        queries=(first_query + torch.minimum(query, num_queries - 1)).to(device),
-        keys=(first_key + torch.minimum(key, num_keys - 1)).to(device),
-        num_seen=num_seen.to(device),
-        most_seen_Q=num_seen.amax(0).numpy(),
-        is_whole=bool((num_seen == len(key)).all()),
-    )
+    count = max(_LEAST_QUERIES, _SCORES // (keys.numel() * num_heads))
+    for first in range(0, len(query), count):
+        few_seen = num_seen[:, first : first + count]
+        most_seen = int(few_seen.max())
+        yield _BlockBatch(
+            queries=queries[:, first : first + count].to(device),
+            keys=keys[:, :most_seen].to(device),
+            num_seen=few_seen.to(device),
+            real=few_seen.flatten().nonzero()[:, 0].to(device),
+            is_whole=bool((few_seen == most_seen).all()),
+        )
 
 
 def prefix_attention(
@@ -129,15 +125,13 @@ class _PrefixAttention(torch.autograd.Function):
         num_heads = query.shape[1]
         joined = value.new_zeros(len(query), num_heads, value.shape[2], dtype=dtype)
         lse = value.new_full((len(query), num_heads, 1), -torch.inf, dtype=dtype)
-        for batch in _block_batches(shared, query.device):
-            for few in batch.few_at_a_time(num_heads):
-                scores = _scores(few, query, key, scale)
-                largest = scores.amax(-1, keepdim=True)
-                weights = scores.sub_(largest).exp_()
-                total = weights.sum(-1, keepdim=True)
-                output = weights @ _grouped(value, few.keys, key.shape[1]) / total
-                few_lse = largest + total.log()
-                _join(joined, lse, few, _by_place(output, few), _by_place(few_lse, few))
+        for batch in _block_batches(shared, num_heads, query.device):
+            scores = _scores(batch, query, key, scale)
+            largest = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(largest).exp_()
+            total = weights.sum(-1, keepdim=True)
+            output = weights @ _grouped(value, batch.keys, key.shape[1]) / total
+            _join(joined, lse, batch, output, largest + total.log())
         output = joined.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.shared = shared
@@ -153,18 +147,17 @@ class _PrefixAttention(torch.autograd.Function):
         product = (grad * output).sum(-1, keepdim=True)
         grads = [tensor.new_zeros(tensor.shape, dtype=lse.dtype) for tensor in (query, key, value)]
         grad_query, grad_key, grad_value = grads
-        for batch in _block_batches(ctx.shared, query.device):
-            for few in batch.few_at_a_time(query.shape[1]):
-                of_queries = functools.partial(_grouped, places=few.queries, groups=groups)
-                of_keys = functools.partial(_grouped, places=few.keys, groups=groups)
-                probs = _scores(few, query, key, ctx.scale).sub_(of_queries(lse)).exp_()
-                few_grad = of_queries(grad)
-                _add(grad_value, few.keys, probs.transpose(2, 3) @ few_grad)
-                grad_probs = few_grad @ of_keys(value).transpose(2, 3)
-                grad_scores = grad_probs.sub_(of_queries(product)).mul_(probs)
-                _add(grad_query, few.queries, grad_scores @ (of_keys(key) * ctx.scale))
-                by_key = grad_scores.transpose(2, 3) @ (of_queries(query) * ctx.scale)
-                _add(grad_key, few.keys, by_key)
+        for batch in _block_batches(ctx.shared, query.shape[1], query.device):
+            of_queries = functools.partial(_grouped, places=batch.queries, groups=groups)
+            of_keys = functools.partial(_grouped, places=batch.keys, groups=groups)
+            probs = _scores(batch, query, key, ctx.scale).sub_(of_queries(lse)).exp_()
+            few_grad = of_queries(grad)
+            _add(grad_value, batch.keys, probs.transpose(2, 3) @ few_grad)
+            grad_probs = few_grad @ of_keys(value).transpose(2, 3)
+            grad_scores = grad_probs.sub_(of_queries(product)).mul_(probs)
+            _add(grad_query, batch.queries, grad_scores @ (of_keys(key) * ctx.scale))
+            by_key = grad_scores.transpose(2, 3) @ (of_queries(query) * ctx.scale)
+            _add(grad_key, batch.keys, by_key)
         typed = [
             of_input.to(tensor.dtype)
             for of_input, tensor in zip(grads, (query, key, value), strict=True)
@@ -197,18 +190,21 @@ def _by_row(grouped: Tensor, num_places: int) -> Tensor:
     return grouped.unflatten(2, (-1, num_places)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _by_place(grouped: Tensor, batch: _BlockBatch) -> Tensor:
-    """Of the queries that are no padding: [queries, heads, d]."""
-    return _by_row(grouped, batch.queries.shape[1])[batch.num_seen > 0]
-
-
-def _join(joined: Tensor, lse: Tensor, batch: _BlockBatch, output: Tensor, few_lse: Tensor) -> None:
-    """Add to the results of some queries what these get of more keys."""
-    places = batch.queries[batch.num_seen > 0]
-    before = lse[places]
-    after = torch.logaddexp(before, few_lse)
-    joined[places] = joined[places] * (before - after).exp() + output * (few_lse - after).exp()
-    lse[places] = after
+def _join(
+    joined: Tensor, lse: Tensor, batch: _BlockBatch, grouped: Tensor, grouped_lse: Tensor
+) -> None:
+    """Add to the results of some queries what these get of more keys, both as of `_grouped`."""
+    num_queries = batch.queries.shape[1]
+    output, batch_lse = (
+        _by_row(values, num_queries).flatten(0, 1).index_select(0, batch.real)
+        for values in (grouped, grouped_lse)
+    )
+    places = batch.queries.flatten().index_select(0, batch.real)
+    before = lse.index_select(0, places)
+    after = torch.logaddexp(before, batch_lse)
+    kept = joined.index_select(0, places) * (before - after).exp()
+    joined.index_copy_(0, places, kept + output * (batch_lse - after).exp())
+    lse.index_copy_(0, places, after)
 
 
 def _add(total: Tensor, places: Tensor, grouped: Tensor) -> None:
