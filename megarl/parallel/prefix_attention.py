@@ -20,7 +20,7 @@ from megarl.device import DEVICE
 from megarl.parallel.packing import SharedPrefixes
 
 # Of queries and keys, computed at a time: few enough for a CPU's cache, and enough to keep a GPU busy.
-_SCORES = 1 << 26 if DEVICE == "cuda" else 1 << 20
+_SCORES = 1 << 25 if DEVICE == "cuda" else 1 << 20
 _LEAST_QUERIES = 16  # of a block at a time, even so: products of fewer are slow
 _KEYS = 4096  # of blocks at a time
 
