@@ -111,7 +111,7 @@ def prefix_attention(
     query: Tensor, key: Tensor, value: Tensor, shared: SharedPrefixes, scale: float
 ) -> Tensor:
     """query [L, heads, d], key [L, kv heads, d], value [L, kv heads, v] -> [L, heads, v]."""
-    return _PrefixAttention.apply(query, key, value, shared, scale)  # type: ignore[no-any-return]
+    return _PrefixAttention.apply(query, key, value, shared, scale)
 
 
 class _PrefixAttention(torch.autograd.Function):
