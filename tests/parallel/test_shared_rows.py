@@ -103,7 +103,7 @@ def test_attention_keeps_a_prompt_once() -> None:
     row = shared_row([[*range(50), 100 + answer] for answer in range(20)])
     inputs = inputs_of(row, (4, 2), torch.bfloat16)
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: inputs[0]):
         attend_row(inputs, RowParams.of(row))
     numbers = sum(tensor.numel() for tensor in kept)
     assert numbers == 70 * (4 * 8 + 2 * 8 + 2 * 6 + 4 * 6 + 4)
