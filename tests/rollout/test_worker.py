@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -325,7 +326,8 @@ def test_a_judge_that_is_down_for_a_whole_phase_costs_what_the_recipe_says(
     for error in groups:
         assert isinstance(error, UserError) and error.where == "reward.function"
         assert "raised JudgeError: no verdict: 127.0.0.1:1 " in error.problem
-        assert "(ConnectError)" in error.problem or ": ConnectError" in error.problem
+        # on a busy machine the time for an answer may be over before it is known that nobody listens
+        assert re.search("ConnectError|has not answered", error.problem), error.problem
 
 
 async def generate_three(*_: Any) -> list[Sample]:
