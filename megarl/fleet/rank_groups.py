@@ -411,8 +411,8 @@ class PolicyRanks(RankGroup):
         by_update = [update.samples for update in updates]
         gpus = self._layout.world_size
         gpu = device.gpu_name()
-        shares = self._recipe.train.share_prefixes
-        metrics = speed(self._shape, by_update, seconds, gpus, gpu, shares_prompts=shares)
+        shares_prompts = self._recipe.train.share_prefixes
+        metrics = speed(self._shape, by_update, seconds, gpus, gpu, shares_prompts=shares_prompts)
         return Trained(statistics, metrics)
 
 
