@@ -61,6 +61,8 @@ class TrainConfig(Branch):
     replay: Literal["off", "r2", "r3"] = "off"
     optimizer_offload: bool = False  # the optimizer lives and steps in host memory
     local_layers: bool = False  # Megatron's own layers on GPUs that lack TransformerEngine; slower
+    # tokens that several samples of a micro-batch begin with are computed once
+    share_prefixes: bool = False
     # parts of a layer that are computed again in the backward pass, each on so many pipeline ranks from the first
     recompute: dict[RecomputedPart, Whole] = {}
     megatron: dict[str, Any] = {}

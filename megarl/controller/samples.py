@@ -379,6 +379,8 @@ def samples_of(
                 )
                 if summary.num_trained < summary.response_length:
                     ref = replace(ref, num_trained=summary.num_trained)
+                if summary.has_group_prompt:
+                    ref = replace(ref, num_shared=summary.length - summary.response_length)
                 samples.append(ref)
     return samples
 

@@ -78,10 +78,11 @@ class PerTokenResults:
     The policy's ranks compute KL penalties, an auxiliary model's values or process rewards. Ranks that hold the same
     samples compute the same, and one of them reports.
 
-    shares: of each data-parallel rank. states: of each rank, results that its own next call reuses. token_values: of
-    each reporting rank, one reference for each data-parallel rank of the readers.
+    updates: of all data-parallel ranks. shares: of each data-parallel rank. states: of each rank, results that its own
+    next call reuses. token_values: of each reporting rank, one reference for each data-parallel rank of the readers.
     """
 
+    updates: Sequence[Update]
     shares: list[Share]
     states: list[Ref]
     token_values: list[list[Ref]]
@@ -92,7 +93,7 @@ class PerTokenResults:
 
     def for_readers(self) -> PerTokenResults:
         """Without the samples and states of the ranks' own next call, once it is done: the object store frees them."""
-        return replace(self, shares=[], states=[])
+        return replace(self, updates=[], shares=[], states=[])
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class RankGroup:
         num_readers = len(readers[0].micro_batches)
         keys = [frozenset(map(key_of, refs_of(_share(readers, dp)))) for dp in range(num_readers)]
         keys_ref = self._cluster.put(keys)
-        results = PerTokenResults(self._shares(updates, refs), [], [])
+        results = PerTokenResults(updates, self._shares(updates, refs), [], [])
         calls = {}
         for rank, worker in enumerate(self.workers):
             share = results.shares[self._layout.coords(rank).dp]
@@ -242,7 +243,7 @@ class RankGroup:
         for dp, worker in enumerate(self.workers[: self._layout.dp * step : step]):
             share = _share(updates, dp)
             put = self._cluster.put(share)
-            numbers = _groups(share)
+            numbers = sorted({ref.group for ref in refs_of(share)})
             groups = [refs[number] for number in numbers]
             own_samples = "megarl.training.batching:own_samples"
             shares.append(Share(put, worker.compute(own_samples, put, numbers, *groups)))
@@ -271,6 +272,7 @@ class RankGroup:
             align=self._layout.tokens_align,
             multiple=self._layout.batch_multiple,
             bubble_micro_batches=self._layout.bubble_micro_batches,
+            shares_prompts=train.share_prefixes,
             max_cp=self._layout.max_cp,
         )
 
@@ -395,6 +397,7 @@ class PolicyRanks(RankGroup):
         where it was called.
         """
         if logprobs:
+            updates = logprobs.updates
             began = time.perf_counter()
             shares = logprobs.shares
             states: Sequence[Ref | None] = logprobs.states
@@ -405,9 +408,12 @@ class PolicyRanks(RankGroup):
             states = [None] * len(self.workers)
         statistics = self._train(algorithm, shares, lr, states, token_values)
         seconds = time.perf_counter() - began
-        lengths = [sample.length for sample in samples]
+        by_update = [update.samples for update in updates]
         gpus = self._layout.world_size
-        return Trained(statistics, speed(self._shape, lengths, seconds, gpus, device.gpu_name()))
+        gpu = device.gpu_name()
+        shares_prompts = self._recipe.train.share_prefixes
+        metrics = speed(self._shape, by_update, seconds, gpus, gpu, shares_prompts=shares_prompts)
+        return Trained(statistics, metrics)
 
 
 class AuxiliaryRanks(RankGroup):
@@ -492,8 +498,3 @@ def _merged(parts: Iterable[dict[Key, Value]]) -> dict[Key, Value]:
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
     """One data-parallel rank's part of each update."""
     return [replace(update, micro_batches=(update.micro_batches[dp_rank],)) for update in updates]
-
-
-def _groups(share: Sequence[Update]) -> list[int]:
-    """The groups whose samples are in a share, in ascending order."""
-    return sorted({ref.group for ref in refs_of(share)})

@@ -7,6 +7,7 @@ sequences, and its latent attention is wrong under tensor parallelism. All three
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import multi_latent_attention
@@ -33,7 +33,9 @@ from torch import Tensor
 
 from megarl.parallel.cp_gather import gather_keys
 from megarl.parallel.packing import zigzag
+from megarl.parallel.prefix_attention import prefix_attention
 from megarl.parallel.routing import Router, Routing
+from megarl.parallel.shared_rows import RowParams
 
 
 class RMSNorm(torch.nn.Module):
@@ -102,7 +104,7 @@ def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> _Bucket:
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each segment of a packed row.
+    """Causal attention inside each segment of a packed row, or along each sequence of one with shared prefixes.
 
     query [L, heads, d], key [L, kv heads, d], value [L, kv heads, v] -> [L, heads * v], for the L tokens of this
     context-parallel rank; keys and values are gathered from all. Padding on the right of a segment needs no mask,
@@ -128,9 +130,12 @@ class PackedAttention(torch.nn.Module):
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: RowParams,
         **_: Any,
     ) -> Tensor:
+        if shared := packed_seq_params.shared:
+            scale = self.softmax_scale or 1 / math.sqrt(query.shape[2])
+            return prefix_attention(query, key, value, shared, scale).flatten(1)
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         group = packed_seq_params.cp_group or self.group
         buckets, back, order_T = _buckets(bounds, group.size(), group.rank())

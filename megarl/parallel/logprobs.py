@@ -176,6 +176,7 @@ def hidden_logprobs(
     hidden_LH: Tensor,
     weight_VH: Tensor,
     labels_T: Tensor,
+    places_T: Tensor | None = None,
     *,
     vocab_size: int,
     group: dist.ProcessGroup,
@@ -185,8 +186,9 @@ def hidden_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(logp_T, entropy_T), float32 [T] and differentiable, from the final hidden states and the output layer's weight.
 
-    hidden_LH: this tensor-parallel rank's L = T / group size tokens (sequence parallelism); weight_VH: its rows of the
-    padded vocabulary, of which those at or beyond vocab_size take no part; temperature: that the logits are divided by,
+    hidden_LH: this tensor-parallel rank's L = T / group size tokens (sequence parallelism); places_T: among the tokens
+    of all ranks, that which predicts each label (None: one after another); weight_VH: its rows of the padded
+    vocabulary, of which those at or beyond vocab_size take no part; temperature: that the logits are divided by,
     so that both results are those of the distribution that is sampled from. Logits of more than kept_bytes are computed
     again in the backward pass. Then there are, beside the gradients (the weight's in float32) and a chunk's part of the
     weight's, a chunk's logits twice, in bfloat16 half once more: on a GPU 0.7 GB for 32,768 tokens of a vocabulary of
@@ -199,6 +201,8 @@ def hidden_logprobs(
     chunk_tokens = max(1, chunk_bytes // token_bytes)
     keep = torch.is_grad_enabled() and len(labels_T) * token_bytes <= kept_bytes
     hidden_TH = gather_shared(hidden_LH, group)
+    if places_T is not None:
+        hidden_TH = hidden_TH.index_select(0, places_T)
     if num_valid == per_rank:
         valid_VH = weight_VH
     else:

@@ -34,6 +34,7 @@ from megarl.parallel.optional_imports import layers_error, transformer_engine_pr
 from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Router, Routing
+from megarl.parallel.shared_rows import follow_positions
 from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from megarl.types.tensors import ModelChunks
@@ -53,13 +54,16 @@ def select_layers(train: TrainConfig, dtype: torch.dtype, has_engine: bool = HAV
     """Prepare Megatron's own layers on a GPU without TransformerEngine; call it before the first chunk is built.
 
     Raises UserError where TransformerEngine is missing and the recipe does not allow other layers
-    (train.local_layers), or where its attention does not support dtype.
+    (train.local_layers), or where its attention does not support dtype or shared prefixes.
     """
     problem = ""
     if not has_engine:
         problem = transformer_engine_problem() or "Megatron does not find its layers"
     error = layers_error(
-        problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch.")
+        problem,
+        local_layers=train.local_layers,
+        dtype=str(dtype).removeprefix("torch."),
+        share_prefixes=train.share_prefixes,
     )
     if error:
         raise error
@@ -293,6 +297,7 @@ def build_chunks(
             model.output_layer = Score(config)  # type: ignore[assignment]
         if model.mtp_process:
             _keep_mtp_activations(model)
+        follow_positions(model)
         if layout.max_cp > 1:
             follow_rows(model)
         chunks.append(model.to(device))

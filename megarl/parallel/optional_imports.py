@@ -92,11 +92,13 @@ def transformer_engine_problem() -> str:
     return ""
 
 
-def layers_error(problem: str, *, local_layers: bool, dtype: str) -> UserError | None:
+def layers_error(
+    problem: str, *, local_layers: bool, dtype: str, share_prefixes: bool = False
+) -> UserError | None:
     """The error of a recipe whose ranks have no layers on GPUs.
 
-    problem: why TransformerEngine cannot be used there, "" where it can. local_layers, dtype: train.local_layers and
-    model.dtype.
+    problem: why TransformerEngine cannot be used there, "" where it can. local_layers, dtype, share_prefixes:
+    train.local_layers, model.dtype and train.share_prefixes.
     """
     if problem and not local_layers:
         hint = "install what requirements/gpu.txt names (docs/install.md), or set it to true: Megatron's own layers, "
@@ -109,6 +111,9 @@ def layers_error(problem: str, *, local_layers: bool, dtype: str) -> UserError |
             "float32, and TransformerEngine's attention takes packed rows in 16-bit types alone"
         )
         return UserError("model.dtype", problem, "set it to bfloat16")
+    if not problem and share_prefixes:
+        problem = "true, but TransformerEngine's attention is not made for it yet"
+        return UserError("train.share_prefixes", problem, "set it to false")
     return None
 
 

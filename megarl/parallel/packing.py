@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.targets import Targets
+from megarl.parallel.prefixes import PrefixBranch
 from megarl.types import FloatArray, IntArray, TrainSequence, sample_numbers
 from megarl.types.arrays import TokenArrays
 
@@ -34,6 +35,23 @@ class Split:
         return self.tp
 
 
+@dataclass(frozen=True, eq=False)
+class SharedPrefixes:
+    """Where the L tokens of a row that holds shared prefixes once (prefixes.py), padding included, are in S sequences.
+
+    position_L: in its sequences; parent_L: the place of the token before it, or its own. place_T: of the sequences'
+    tokens, end to end, their places; next_T: the same of the token after each, and the last's own. has_branch_SB
+    [S + 1, B + 1]: 1 where a sequence has a branch, else 0, as for padding. branches: of the tokens without padding.
+    """
+
+    position_L: Tensor
+    parent_L: Tensor
+    place_T: Tensor
+    next_T: Tensor
+    has_branch_SB: Tensor
+    branches: tuple[PrefixBranch, ...]
+
+
 @dataclass(frozen=True)
 class PackedRow:
     """One micro-batch: T tokens, of which this rank of the `cp` that split it holds the L = T / cp at `places`.
@@ -44,6 +62,11 @@ class PackedRow:
 
     lengths_S: float32, the length of every sequence, and 1 for the padding. max_length: an upper bound of the longest
     segment, padding included. Both are made with the row: reading them from the device would hold up the host.
+
+    shared: of a row that holds prefixes once, L tokens of a tree for the T of the sequences, which are more. Then
+    token_ids_L, labels_L, places and order_T describe the tree's tokens, with the padding behind them, and sequence_L
+    has the branch of each. bounds is one segment, of all L tokens, and max_length an upper bound of their positions.
+    starts, lengths, lengths_S, targets and old_logp_T describe the sequences, end to end and without padding.
     """
 
     cp: int
@@ -61,6 +84,7 @@ class PackedRow:
     old_logp_T: Tensor | None
     # of each token in each layer M with experts: K of them, -1 if not known
     experts_LMK: Tensor | None = None
+    shared: SharedPrefixes | None = None
 
 
 def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:

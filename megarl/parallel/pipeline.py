@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
@@ -23,6 +22,7 @@ from megarl.parallel.model import Chunk, Score
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.paired_passes import ChunkPass
 from megarl.parallel.routing import Choices, Routing
+from megarl.parallel.shared_rows import RowParams
 from megarl.types.tensors import NamedTensors
 
 Result = TypeVar("Result")
@@ -142,23 +142,13 @@ class Pipeline:
         return_schedule_plan: in place of the output the pass that will compute it.
         """
         row, choices = next(feed)
-        longest = row.max_length
-        # Megatron's class declares a group alone
-        cp_group: Any = groups.cp_group(row.cp) if self.cp_by_length else None
-        packing = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=row.bounds,
-            cu_seqlens_kv=row.bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            cp_group=cp_group,
-        )
+        cp_group = groups.cp_group(row.cp) if self.cp_by_length else None
         tokens_1L = row.token_ids_L[None]
         inputs: dict[str, Any] = {
             "input_ids": tokens_1L,
             "position_ids": torch.zeros_like(tokens_1L),  # rotary embeddings do not read them
             "attention_mask": None,
-            "packed_seq_params": packing,
+            "packed_seq_params": RowParams.of(row, cp_group),
         }
         chunk = _module(model)
         see_output = partial(self.finiteness.see_output, chunk)
@@ -199,7 +189,8 @@ class Pipeline:
     def _scores(self, head: Score, hidden: Tensor, row: PackedRow) -> Tensor:
         """score_T of the whole row, on every tensor- and context-parallel rank."""
         score_L = gather_whole(head(hidden), groups.tp_group())
-        return gather_row(score_L, row.order_T, groups.cp_group(row.cp))
+        score_T = gather_row(score_L, row.order_T, groups.cp_group(row.cp))
+        return score_T.index_select(0, row.shared.place_T) if row.shared else score_T
 
     def _logprobs(
         self,
@@ -214,6 +205,7 @@ class Pipeline:
             hidden,
             chunk.output_weight(),
             labels_L,
+            row.shared.parent_L if row.shared else None,
             vocab_size=self.vocab_size,
             group=groups.tp_group(),
             temperature=temperature,
@@ -221,6 +213,10 @@ class Pipeline:
         logp_T, entropy_T = (
             gather_row(share_L, row.order_T, groups.cp_group(row.cp)) for share_L in shares
         )
+        if row.shared:
+            logp_T, entropy_T = (
+                of_token_L.index_select(0, row.shared.next_T) for of_token_L in (logp_T, entropy_T)
+            )
         return logp_T, entropy_T
 
     def _mtp_loss(self, chunk: Chunk, row: PackedRow, ahead: Sequence[Tensor]) -> Tensor:

@@ -32,6 +32,7 @@ from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.replicas import Replicated, replicated_gradients, replicated_weights
 from megarl.parallel.routing import Routing
+from megarl.parallel.shared_rows import pack_shared
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import Role
 from megarl.types import TrainSequence
@@ -128,7 +129,8 @@ class RankModel:
             split = packing.Split(layout.tp, ranks, self.at.dp % ranks, layout.tokens_align)
         else:
             split = packing.Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
-        return packing.pack(sequences, *arrays, split=split, device=device.DEVICE)
+        pack = pack_shared if self._train.share_prefixes else packing.pack
+        return pack(sequences, *arrays, split=split, device=device.DEVICE)
 
     def make_optimizer(self) -> None:
         """Make AdamW's state from this rank's weights as they are now."""

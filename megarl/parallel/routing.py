@@ -89,15 +89,19 @@ class Routing:
 class _Tokens:
     """The N tokens of a micro-batch that a router sees on this rank."""
 
-    # the number of each token's sequence; the last number is the padding's
+    # the number of each token's sequence, or branch of sequences; the last number is the padding's
     sequence_N: Tensor
     lengths_S: Tensor  # of every sequence, and 1 for the padding
     cp: int  # ranks that split the row
     replayed_NK: Tensor | None  # experts to replay, -1 where they are unknown
+    has_branch_SB: Tensor | None = None  # of SharedPrefixes, where sequence_N has branches
 
     @property
-    def is_real_N(self) -> Tensor:
-        return self.sequence_N < len(self.lengths_S) - 1
+    def copies_N(self) -> Tensor:
+        """In how many sequences each token is; none for padding. Booleans where no token is in several, else int64."""
+        if self.has_branch_SB is None:
+            return self.sequence_N < len(self.lengths_S) - 1
+        return self.has_branch_SB.sum(0).long()[self.sequence_N]
 
 
 class Router(TopKRouter):
@@ -155,11 +159,10 @@ class Router(TopKRouter):
         is_known_N1 = replayed_NK[:, :1] >= 0
         chosen_NK = torch.where(is_known_N1, replayed_NK, own_NK)
         if shared.row is not None:
-            differs_N = (chosen_NK.sort(-1)[0] != own_NK.sort(-1)[0]).any(
-                -1
-            ) & self._tokens.is_real_N
-            shared.count("differing_choices", differs_N.sum())
-            shared.count("replayed_choices", (is_known_N1[:, 0] & self._tokens.is_real_N).sum())
+            differs_N = (chosen_NK.sort(-1)[0] != own_NK.sort(-1)[0]).any(-1)
+            copies_N = self._tokens.copies_N
+            shared.count("differing_choices", (differs_N * copies_N).sum())
+            shared.count("replayed_choices", (is_known_N1[:, 0] * copies_N).sum())
         return scores.gather(1, chosen_NK), chosen_NK
 
     @property
@@ -178,8 +181,13 @@ class Router(TopKRouter):
             replayed = choices.experts.get(self._layer)
         else:
             replayed = None
-        sequence_N = row.sequence_L[start : start + num_tokens]
-        tokens = _Tokens(sequence_N, row.lengths_S, row.cp, replayed)
+        tokens = _Tokens(
+            row.sequence_L[start : start + num_tokens],
+            row.lengths_S,
+            row.cp,
+            replayed,
+            row.shared.has_branch_SB if row.shared else None,
+        )
         if self._shared.is_training and not torch.is_grad_enabled():
             self._to_recompute.append(tokens)
         return tokens
@@ -194,20 +202,23 @@ class Router(TopKRouter):
             logits_NE, self.topk, self.score_function
         )
         tokens = self._tokens
-        counts_SE = logits_NE.new_zeros(
-            len(tokens.lengths_S), logits_NE.shape[1], dtype=torch.float32
-        )
+        has_branch_SB = tokens.has_branch_SB
+        num_parts = len(tokens.lengths_S) if has_branch_SB is None else has_branch_SB.shape[1]
+        counts_SE = logits_NE.new_zeros(num_parts, logits_NE.shape[1], dtype=torch.float32)
         counts_SE.index_add_(0, tokens.sequence_N, chosen_NE.float())
         # the ranks among which a sequence is split
         for group in (groups.tp_group(), groups.cp_group(tokens.cp)):
             if group.size() > 1:
                 dist.all_reduce(counts_SE, group=group)
+        if has_branch_SB is not None:
+            counts_SE = has_branch_SB @ counts_SE
         share_SE = counts_SE * (logits_NE.shape[1] / self.topk) / tokens.lengths_S[:, None]
+        if has_branch_SB is not None:  # a token of several sequences is in the loss of each
+            share_SE = has_branch_SB.T @ share_SE
+        copies_N = tokens.copies_N
         balance_N = (scores_NE * share_SE[tokens.sequence_N]).sum(-1)
-        z_N = torch.logsumexp(logits_NE.float(), -1) ** 2
-        balance, z = (
-            torch.where(tokens.is_real_N, loss_N, 0.0).sum() for loss_N in (balance_N, z_N)
-        )
+        z_N = torch.logsumexp(logits_NE.float(), -1) ** 2 * copies_N
+        balance, z = (torch.where(copies_N > 0, loss_N, 0.0).sum() for loss_N in (balance_N, z_N))
         self._shared.count("aux_loss", balance)
         self._shared.count("z_loss", z)
         return balance * self._shared.balance_scale + z * self._shared.z_scale
@@ -217,5 +228,5 @@ class Router(TopKRouter):
         if self.enable_expert_bias and self._shared.is_training and torch.is_grad_enabled():
             with torch.no_grad():
                 # indexing would wait for the device
-                real_NE = routing_map & self._tokens.is_real_N[:, None]
+                real_NE = routing_map * self._tokens.copies_N[:, None]
                 self.local_tokens_per_expert += real_NE.sum(dim=0)  # type: ignore[operator]

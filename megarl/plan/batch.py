@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from statistics import NormalDist
 
@@ -24,6 +24,7 @@ from megarl.placement.train_layout import TrainLayout, nearest
 from megarl.plan.turns import Turns, turns_of
 from megarl.training.batching import MicroBatch, SampleRef, Update, plan_updates
 from megarl.training.flops import train_work
+from megarl.training.shared_prompts import summed_sizes
 from megarl.types import IntArray
 
 MEAN_RESPONSE_SHARE = 0.4  # assumption: of the longest sample, the mean response or episode
@@ -77,7 +78,8 @@ class RankWork:
     micro_batches_full: if every response had the longest length. bubble: of a pipeline's time with so many
     micro-batches, over the time without, less 1: (pp - 1) / (micro-batches x vpp) (Narayanan et al. 2021, section 2.2);
     micro-batches that are empty on all ranks pass quickly, and are not counted in it.
-    balance: the work of the mean rank over that of the slowest, micro-batch by micro-batch.
+    balance: the work of the mean rank over that of the slowest, micro-batch by micro-batch. saved_prompts: of the
+    samples, the share whose prompt another sample of their micro-batch brings (`train.share_prefixes`).
     copies: the data-parallel ranks that have a sample, in the mean of all tokens; more than 1 with `train.cp: auto`.
     ring_shares: with `train.cp: auto`, by the ranks of a row: of the rows that pass on the most keys and values at
     their place, the tokens of a rank, over those of the mean rank, times `balance`, by which all seconds are divided.
@@ -92,6 +94,7 @@ class RankWork:
     micro_batches_full: float
     bubble: float
     balance: float
+    saved_prompts: float = 0.0
     copies: float = 1.0
     ring_shares: Mapping[int, float] = field(default_factory=dict)
 
@@ -168,27 +171,29 @@ def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
 def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Samples) -> RankWork:
     """The work of a model of this recipe and layout with a step's samples; recipe: as the model's ranks read it."""
     work = train_work(shape)
-    updates = _updates(recipe, layout, samples.lengths, shape, recipe.train.updates_per_step)
+    updates = _updates(recipe, layout, samples, shape, recipe.train.updates_per_step)
     micro_batches = float(np.mean([len(update.micro_batches[0]) for update in updates]))
-    slowest = total = bubble = 0.0
+    slowest = work_of_all = bubble = 0.0
+    shares = recipe.train.share_prefixes
     for update in updates:
         works = np.array(
             [
-                [sum(work(ref.length) / ref.cp for ref in row) for row in rank]
+                [
+                    # all of a row is split over as many ranks
+                    summed_sizes(row, work, shares_prompts=shares) / (row[0].cp if row else 1)
+                    for row in rank
+                ]
                 for rank in update.micro_batches
             ]
         )
         slowest_rank = works.max(0)
         slowest += slowest_rank.sum()
-        total += works.sum() / layout.dp
+        work_of_all += works.sum() / layout.dp
         bubble += layout.bubble_micro_batches / np.count_nonzero(slowest_rank)
-    balance = float(total / slowest)
-    held = sum(
-        ref.length
-        for update in updates
-        for rank in update.micro_batches
-        for ref in itertools.chain(*rank)
-    )
+    balance = float(work_of_all / slowest)
+    rows = [row for update in updates for rank in update.micro_batches for row in rank]
+    held = sum(ref.length for ref in itertools.chain(*rows))
+    saved = sum(len(row) - len({ref.group for ref in row}) for row in rows)
     per_rank = len(updates) * layout.dp
     return RankWork(
         updates=len(updates),
@@ -200,6 +205,7 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
         micro_batches_full=_full_micro_batches(recipe, layout, samples, shape),
         bubble=float(bubble / len(updates)),
         balance=balance,
+        saved_prompts=saved / samples.num_trained * shares,
         copies=float(held / samples.lengths.sum()),
         ring_shares=_ring_shares(updates, layout, balance),
     )
@@ -236,19 +242,42 @@ def _full_micro_batches(
     each, more = divmod(samples.num_trained, recipe.train.updates_per_step)
     counts = [each + (place < more) for place in range(recipe.train.updates_per_step)]
     micro_batches = {
-        count: len(
-            _updates(recipe, layout, np.full(count, samples.longest), shape, 1)[0].micro_batches[0]
-        )
+        count: len(_full_update(recipe, layout, samples, shape, count).micro_batches[0])
         for count in {*counts}
     }
     return float(np.mean([micro_batches[count] for count in counts]))
 
 
+def _full_update(
+    recipe: Recipe, layout: TrainLayout, samples: Samples, shape: ModelShape, count: int
+) -> Update:
+    """An update of so many samples of the longest length."""
+    prompt = recipe.data.max_prompt_tokens
+    responses = np.full(count, samples.longest - prompt)
+    full = replace(samples, num_trained=count, prompt_tokens=prompt, responses=responses)
+    (update,) = _updates(recipe, layout, full, shape, 1)
+    return update
+
+
 def _updates(
-    recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape, updates: int
+    recipe: Recipe,
+    layout: TrainLayout,
+    samples: Samples,
+    shape: ModelShape,
+    updates: int,
 ) -> list[Update]:
-    """So many updates of samples of these lengths, split as `RankGroup.plan` splits them."""
-    refs = [SampleRef(0, place, int(length), int(length)) for place, length in enumerate(lengths)]
+    """So many updates of the samples, split as `RankGroup.plan` splits them."""
+    prompt = samples.prompt_tokens
+    refs = [
+        SampleRef(
+            place * samples.prompts // samples.num_trained,
+            place,
+            prompt + response,
+            response,
+            num_shared=prompt,
+        )
+        for place, response in enumerate(samples.responses[: samples.num_trained].tolist())
+    ]
     return plan_updates(
         refs,
         updates=updates,
@@ -259,6 +288,7 @@ def _updates(
         align=layout.tokens_align,
         multiple=layout.batch_multiple,
         bubble_micro_batches=layout.bubble_micro_batches,
+        shares_prompts=recipe.train.share_prefixes,
         max_cp=layout.max_cp,
     )
 

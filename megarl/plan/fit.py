@@ -21,6 +21,7 @@ from megarl.plan.step_time import StepTime
 from megarl.preflight.layout_checks import engine_errors, node_errors, slot_errors
 from megarl.preflight.lora_checks import lora_errors
 from megarl.preflight.phase_checks import phase_errors
+from megarl.preflight.prefix_checks import prefix_errors
 from megarl.rollout.sglang.drafts import draft_errors
 from megarl.types import UserError
 
@@ -183,8 +184,11 @@ def _lacks(recipe: Recipe, plan: MemoryPlan, phase: str) -> bool:
 
 
 def are_valid(roles: Roles) -> bool:
-    """Whether models, slots and nodes take the layouts of roles and engines, with drafts, phases and adapters."""
-    if roles.overlap_errors():
+    """Whether models, slots and nodes take the layouts of roles and engines.
+
+    With drafts, phases, adapters and shared prefixes.
+    """
+    if roles.overlap_errors() or prefix_errors(roles):
         return False
     if any(role.layout_errors() for role in roles.models.values()) or draft_errors(roles.recipe):
         return False

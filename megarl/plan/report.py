@@ -197,6 +197,8 @@ def _batch(plan: RunPlan) -> RenderableType:
     words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples"
     if samples.drawn_prompts != samples.prompts:
         words += f", {samples.drawn_prompts:,} prompts drawn"
+    if saved := plan.shares["policy"].saved_prompts:
+        words += f"; {saved:.0%} of them share the prompt of another (train.share_prefixes)"
     mean = f"{samples.lengths.mean():,.0f} tokens in the mean (assumed)"
     return Group(
         table,

@@ -7,8 +7,11 @@ docs/plan.md lists what is counted and what is not.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
 
 from megarl.algos import ALGORITHMS, has_reference, hyperparameters_of
 from megarl.config import CheckpointConfig, Recipe
@@ -25,7 +28,7 @@ from megarl.training.flops import (
     module_forward_flops,
     total_forward_flops,
 )
-from megarl.types import RecomputedPart
+from megarl.types import IntArray, RecomputedPart
 
 # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
 HOST_ADAM_BYTES_PER_S = 40e9
@@ -147,12 +150,22 @@ class ComputingModel:
 
     def _part_s(self, part: RecomputedPart) -> float:
         layers = self.layers
-        flops = module_forward_flops(layers.shape, self.samples.lengths).get(part, 0.0)
+        flops = self._computed(
+            lambda lengths: module_forward_flops(layers.shape, lengths).get(part, 0.0)
+        )
         exchanges_s = layers.part_s(part, self._rank_tokens)
         experts = self.weights_bytes * self.expert_grads_bytes / max(1.0, self.grads_bytes)
         each = layers.part_micro_batch_s(part, experts)
         seconds = (flops / self._reached + exchanges_s) / self.share.balance
         return seconds + self.share.updates * self.share.micro_batches * each
+
+    def _computed(self, sum_of: Callable[[IntArray], float]) -> float:
+        """A sum over sequences of these lengths, for the step's samples without the prompts that others bring."""
+        samples = self.samples
+        num_saved = self.share.saved_prompts * samples.num_trained
+        return float(
+            sum_of(samples.lengths) - num_saved * sum_of(np.array([samples.prompt_tokens]))
+        )
 
     @property
     def _reached(self) -> float:
@@ -177,12 +190,12 @@ class ComputingModel:
 
     @property
     def _rank_tokens(self) -> float:
-        """Of the step's samples, the tokens of each data-parallel rank."""
-        return float(self.samples.lengths.sum()) / self.layers.layout.dp
+        """Of the step's samples, the tokens that each data-parallel rank computes."""
+        return self._computed(np.sum) / self.layers.layout.dp
 
     def _products_s(self, forwards: int, backwards: int) -> float:
         """FLOPs over what all ranks reach."""
-        flops = total_forward_flops(self.layers.shape, self.samples.lengths)
+        flops = self._computed(partial(total_forward_flops, self.layers.shape))
         return self._passes(forwards, backwards) * flops / self._reached
 
     def _passes(self, forwards: int, backwards: int) -> int:
@@ -202,7 +215,9 @@ class ComputingModel:
             beside_s = self._products_s(forwards, backwards) if backwards else 0.0
             hidden_s = HIDDEN_SHARE * min(exchanged_s, beside_s)
             return layers.paired_share(self.share.micro_batches) * hidden_s
-        flops = module_forward_flops(layers.shape, self.samples.lengths)["shared_experts"]
+        flops = self._computed(
+            lambda lengths: module_forward_flops(layers.shape, lengths)["shared_experts"]
+        )
         sums_s = (forwards + backwards) * layers.part_s("shared_experts", self._rank_tokens)
         shared_s = self._passes(forwards, backwards) * flops / self._reached + sums_s
         return HIDDEN_SHARE * min(exchanged_s, shared_s)

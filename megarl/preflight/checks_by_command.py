@@ -53,6 +53,7 @@ from megarl.preflight.model_checks import (
     tokenizer_errors,
 )
 from megarl.preflight.phase_checks import phase_errors
+from megarl.preflight.prefix_checks import prefix_errors
 from megarl.preflight.reward_checks import reward_errors
 from megarl.rollout.sglang.arguments import latent_cache_errors, sglang_errors
 from megarl.rollout.sglang.drafts import draft_errors
@@ -247,7 +248,12 @@ def _layers(case: _Case) -> Errors:
     if case.device != "cuda" or (train.local_layers and not is_here):
         return []
     problem = transformer_engine_problem() if is_here else ""
-    error = layers_error(problem, local_layers=train.local_layers, dtype=case.recipe.model.dtype)
+    error = layers_error(
+        problem,
+        local_layers=train.local_layers,
+        dtype=case.recipe.model.dtype,
+        share_prefixes=train.share_prefixes,
+    )
     return [error] if error else []
 
 
@@ -319,6 +325,7 @@ _BOTH_SIDES = (
     _sglang,
     _megatron,
     _lora,
+    lambda case: prefix_errors(case.roles),
 )
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
     "train": (_environment, _layers, *_BOTH_SIDES),
@@ -332,6 +339,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         lambda case: sampling_errors(case.recipe),
         lambda case: phase_errors(case.roles),
         lambda case: lora_errors(case.roles),
+        lambda case: prefix_errors(case.roles),
         lambda case: external_errors(case.roles),
         _planned,
     ),
@@ -344,6 +352,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         _checkpoints,
         _megatron,
         _lora,
+        lambda case: prefix_errors(case.roles),
         _critic,
         _only_training,
     ),

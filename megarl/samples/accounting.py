@@ -12,14 +12,16 @@ from megarl.types import FloatArray, Prompt, Row, RowSummary, Sample, SamplePart
 from megarl.types.episodes import DropReason
 
 
-def row_summaries(sample: Sample) -> tuple[RowSummary, ...]:
-    """The lengths of each row of a sample, and the parts of its trained tokens."""
+def row_summaries(sample: Sample, prompt: Prompt) -> tuple[RowSummary, ...]:
+    """The lengths of each row of a sample of this prompt, and the parts of its trained tokens."""
+    token_ids = tuple(prompt.token_ids)
     return tuple(
         RowSummary(
             length=row.num_tokens,
             response_length=len(row.response_ids_T),
             num_trained=row.num_trained,
             parts=trained_parts(row),
+            has_group_prompt=tuple(row.prompt_ids) == token_ids,
         )
         for row in sample.rows
     )

@@ -21,7 +21,7 @@ def summary(group: SampleGroup) -> GroupSummary:
         prompt_text=group.prompt.text,
         answer=group.prompt.answer,
         responses=tuple(sample.text for sample in samples),
-        rows=tuple(accounting.row_summaries(sample) for sample in samples),
+        rows=tuple(accounting.row_summaries(sample, group.prompt) for sample in samples),
         finished_G=np.asarray([sample.finished for sample in samples], dtype=np.bool_),
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,

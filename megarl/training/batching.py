@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from megarl.placement.train_layout import fewest_ranks
 from megarl.training.bins import Bin, Load, best_fit, fill, least_first, placed, sets
 from megarl.training.flops import MICRO_BATCH_TOKENS
+from megarl.training.shared_prompts import BatchPiece, bundlings, piece_of
 from megarl.types import Aggregation, FloatArray, Sample, SampleGroup
 from megarl.types.arrays import TokenArrays
 
@@ -32,6 +34,8 @@ class SampleRef:
     is_correct: bool = False
     # the first of the trained tokens, which earlier policies than the step's sampled
     num_stale: int = 0
+    # the first tokens, which are those of every row of its group that has any such
+    num_shared: int = 0
     # of a planned sequence, the data-parallel ranks that have its row and split it among them
     cp: int = 1
 
@@ -45,6 +49,7 @@ class SampleRef:
 
 MicroBatch = tuple[SampleRef, ...]
 _Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
+_Piece = BatchPiece[SampleRef]
 Key = tuple[int, int, int]  # group, sample and row
 _MORE = 2  # rounds of micro-batches that are tried beyond the fewest
 TokenValues = dict[Key, FloatArray]  # of some samples: a number for each token of the response
@@ -106,6 +111,12 @@ class Update:
     correct_tokens: int = 0
     has_turns: bool = False
 
+    @property
+    def samples(self) -> list[SampleRef]:
+        """Every sequence of all ranks, once even where several have it."""
+        refs = {key_of(ref): ref for rank in self.micro_batches for batch in rank for ref in batch}
+        return list(refs.values())
+
     def nll_weight(self, coefficient: float) -> float:
         """The weight in the loss sum of a correct sample's tokens, which then add `coefficient` x their mean -log p."""
         if self.correct_tokens:
@@ -145,6 +156,7 @@ def plan_updates(
     multiple: int = 1,
     bubble_micro_batches: float = 0.0,
     max_cp: int = 1,
+    shares_prompts: bool = False,
 ) -> list[Update]:
     """Deal samples into `updates` optimizer updates of equal numbers, and balance each over the dp ranks.
 
@@ -162,8 +174,9 @@ def plan_updates(
     losses of whole samples need it (GSPO's ratio, for example).
     work: the cost of a sequence by its number of tokens, in which ranks, and the micro-batches that they run together,
     are balanced. bubble_micro_batches, max_cp: as of TrainLayout. The plan of one update does not depend on the
-    samples' order.
-    longest_response: the divisor of the aggregation `constant`.
+    samples' order. longest_response: the divisor of the aggregation `constant`.
+    shares_prompts: a micro-batch holds and computes a group's prompt once, so that samples of a group go together where
+    that is faster; updates have the same samples as without.
     Raises ValueError when there are fewer samples than updates, or a sequence does not fit max_cp budgets.
     """
     whole = by_sample(samples)
@@ -180,6 +193,7 @@ def plan_updates(
             multiple=multiple,
             bubble_micro_batches=bubble_micro_batches,
             max_cp=max_cp,
+            shares_prompts=shares_prompts,
         )
         plans.append(_update(part, micro_batches, aggregation, longest_response))
     return plans
@@ -214,6 +228,7 @@ def _micro_batches(
     multiple: int,
     bubble_micro_batches: float,
     max_cp: int,
+    shares_prompts: bool,
 ) -> _Hands:
     """The micro-batches of each rank for the samples of one update; arguments and errors as of `plan_updates`."""
     longest = max(_padded(ref.length, align) for rows in part for ref in rows)
@@ -222,26 +237,34 @@ def _micro_batches(
         raise ValueError(
             f"a sample of {longest} tokens exceeds the micro-batch budget of {max_cp * token_budget}{ranks}"
         )
-    load = _Load.of(part, work, align, token_budget)
+
+    def sized(rows: MicroBatch) -> _Piece:
+        tokens = partial(_padded, align=align)
+        return piece_of(rows, tokens=tokens, work=work, shares_prompts=shares_prompts)
+
+    samples = [sized(rows) for rows in part]
     # all ranks of a sample need all of its rows, so that rows in several micro-batches fix which ranks these are
-    width = max_cp if load.tokens.max() > max_cp * token_budget else 1
+    width = max_cp if max(sample.tokens for sample in samples) > max_cp * token_budget else 1
     budget = width * token_budget
-    loads = _loads(
-        load,
-        ranks=dp // width,
-        work=work,
-        align=align,
-        budget=budget,
-        max_cp=max_cp // width,
-    )
-    hands = _fastest(
-        loads,
-        ranks=dp // width,
-        multiple=multiple,
-        budget=budget,
-        bubble_micro_batches=bubble_micro_batches,
-        base=width * work(MICRO_BATCH_TOKENS),
-    )
+    ways = bundlings(samples, token_budget) if shares_prompts else [samples]
+    timed = [
+        _fastest(
+            _loads(
+                _Load.of(pieces, budget),
+                ranks=dp // width,
+                sized=sized,
+                budget=budget,
+                max_cp=max_cp // width,
+            ),
+            ranks=dp // width,
+            multiple=multiple,
+            budget=budget,
+            bubble_micro_batches=bubble_micro_batches,
+            base=width * work(MICRO_BATCH_TOKENS),
+        )
+        for pieces in ways
+    ]
+    _, hands = min(timed, key=lambda way: way[0])
     return tuple(_split_over(width, hand) for hand in hands for _ in range(width))
 
 
@@ -279,27 +302,23 @@ def _split_over(ranks: int, micro_batches: Iterable[MicroBatch]) -> tuple[MicroB
 
 @dataclass(frozen=True)
 class _Load(Load):
-    """Pieces, most padded tokens first: the rows of a sample that fit one micro-batch, nearly always its only one."""
+    """Pieces, most padded tokens first: the rows of a sample that fit one micro-batch, nearly always its only one.
 
-    pieces: tuple[MicroBatch, ...]
+    Or several samples of a group, whose prompt counts once.
+    """
+
+    pieces: tuple[_Piece, ...]
 
     @staticmethod
-    def of(
-        pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int, budget: int
-    ) -> _Load:
+    def of(pieces: Iterable[_Piece], budget: int) -> _Load:
         # padded, because a piece of many short rows may need more ranks than a longer piece of a single row
-        tokens_of = [
-            (sum([_padded(ref.length, align) for ref in piece]), piece) for piece in pieces
-        ]
-        tokens_of.sort(key=lambda sized: (-sized[0], key_of(sized[1][0])))
-        tokens = [padded for padded, _ in tokens_of]
-        ordered = tuple(piece for _, piece in tokens_of)
-        work_of = [sum(work(ref.length) for ref in piece) for piece in ordered]
+        ordered = sorted(pieces, key=lambda piece: (-piece.tokens, key_of(piece.refs[0])))
+        ranks = [fewest_ranks(piece.tokens, budget) for piece in ordered]
         return _Load(
-            tokens=np.array(tokens, np.int64),
-            work=np.array(work_of, np.float64),
-            ranks=np.array([fewest_ranks(padded, budget) for padded in tokens], np.int64),
-            pieces=ordered,
+            tokens=np.array([piece.tokens for piece in ordered], np.int64),
+            work=np.array([piece.work for piece in ordered], np.float64),
+            ranks=np.array(ranks, np.int64),
+            pieces=tuple(ordered),
         )
 
 
@@ -307,8 +326,7 @@ def _loads(
     whole: _Load,
     *,
     ranks: int,
-    work: Callable[[int], float],
-    align: int,
+    sized: Callable[[MicroBatch], _Piece],
     budget: int,
     max_cp: int,
 ) -> list[_Load]:
@@ -318,24 +336,26 @@ def _loads(
     assigned = least_first(whole, whole.work, np.zeros(ranks), np.full(ranks, whole.tokens.sum()))
     assert assigned is not None, "there is room for everything"
     of_ranks = [
-        [piece for place in places for piece in _pieces(whole.pieces[place], align, budget)]
+        [piece for place in places for piece in _pieces(whole.pieces[place], sized, budget)]
         for places in assigned
     ]
-    return [_Load.of(pieces, work, align, budget) for pieces in of_ranks]
+    return [_Load.of(pieces, budget) for pieces in of_ranks]
 
 
-def _pieces(rows: MicroBatch, align: int, budget: int) -> list[MicroBatch]:
+def _pieces(sample: _Piece, sized: Callable[[MicroBatch], _Piece], budget: int) -> list[_Piece]:
     """The rows of a sample in their order, as many together as fit."""
-    pieces: list[list[SampleRef]] = []
+    if sample.tokens <= budget:
+        return [sample]
+    together: list[list[SampleRef]] = []
     room = 0
-    for ref in rows:
-        need = _padded(ref.length, align)
+    for ref in sample.refs:
+        need = sized((ref,)).tokens
         if need > room:
-            pieces.append([])
+            together.append([])
             room = budget
-        pieces[-1].append(ref)
+        together[-1].append(ref)
         room -= need
-    return [tuple(piece) for piece in pieces]
+    return [sized(tuple(rows)) for rows in together]
 
 
 def _fastest(
@@ -346,8 +366,10 @@ def _fastest(
     budget: int,
     bubble_micro_batches: float,
     base: float,
-) -> _Hands:
+) -> tuple[float, _Hands]:
     """Micro-batches of every rank: of a few numbers of them the one with the shortest step, of equals the fewest.
+
+    Also what the step takes, in units of work.
 
     loads: as of `_loads`. base: the work that a micro-batch is without any sample.
     """
@@ -369,10 +391,9 @@ def _fastest(
         in_use = sum(any(hand[place] for hand in hands) for place in range(places))
         return slowest + places * base + bubble_micro_batches * (slowest / in_use + base), hands
 
-    _, hands = min(
+    return min(
         (tried(fewest + more * multiple) for more in range(_MORE + 1)), key=lambda trial: trial[0]
     )
-    return hands
 
 
 def _assign(bins: list[Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[np.float64]]:
@@ -390,7 +411,7 @@ def _assign(bins: list[Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[
     for chosen in chosen_sets:
         for first, index in placed(chosen, sizes, totals):
             size = int(sizes[index])
-            refs = tuple(ref for place in bins[index] for ref in load.pieces[place])
+            refs = tuple(ref for place in bins[index] for ref in load.pieces[place].refs)
             (row,) = _split_over(size, [refs])
             for rank in range(first, first + size):
                 hands[rank].append(row)

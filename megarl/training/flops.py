@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megarl.model.shape import ModelShape
+from megarl.training.shared_prompts import Prompted, summed_sizes
 from megarl.types import IntArray, Metrics
 
 TRAIN_OVER_FORWARD = 3  # backward: the gradients of weights and of inputs, each one forward's worth
@@ -52,12 +53,25 @@ def mfu(flops: float, seconds: float, gpus: int, peak: float) -> float:
 
 
 def speed(
-    shape: ModelShape, lengths: Sequence[int], seconds: float, gpus: int, device_name: str
+    shape: ModelShape,
+    samples_by_update: Sequence[Sequence[Prompted]],
+    seconds: float,
+    gpus: int,
+    device_name: str,
+    *,
+    shares_prompts: bool = False,
 ) -> Metrics:
-    """What training on sequences of these lengths in so many seconds comes to; MFU where the GPU's peak is known."""
-    flops = sum(map(train_work(shape), lengths))
+    """What training on a step's samples in so many seconds comes to; MFU where the GPU's peak is known.
+
+    All tokens count; where prompts are shared, the operations of each group's prompt once in each update.
+    """
+    work = train_work(shape)
+    flops = sum(
+        summed_sizes(samples, work, shares_prompts=shares_prompts) for samples in samples_by_update
+    )
+    tokens = sum(sample.length for samples in samples_by_update for sample in samples)
     metrics = {
-        "speed/train_tokens_per_s": sum(lengths) / seconds,
+        "speed/train_tokens_per_s": tokens / seconds,
         "speed/train_tflops_per_gpu": flops / seconds / gpus / 1e12,
     }
     peak = peak_flops(device_name)

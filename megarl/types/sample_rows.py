@@ -90,12 +90,16 @@ class Row:
 
 @dataclass(frozen=True)
 class RowSummary:
-    """What the controller keeps of a row: lengths in tokens. parts: of the trained tokens alone."""
+    """What the controller keeps of a row: lengths in tokens. parts: of the trained tokens alone.
+
+    has_group_prompt: whether its prompt is its group's, token by token.
+    """
 
     length: int  # of prompt and response
     response_length: int
     num_trained: int
     parts: tuple[SamplePart, ...]
+    has_group_prompt: bool = False
 
 
 def with_part(parts: tuple[SamplePart, ...], new: SamplePart) -> tuple[SamplePart, ...]:

@@ -174,9 +174,7 @@ def parts_of(
     return parts
 
 
-def timed(
-    contenders: Mapping[str, Callable[[], tuple[float, float]]], steps: int
-) -> dict[str, list[float]]:
+def timed(contenders: Mapping[str, Callable[[], Any]], steps: int) -> dict[str, list[float]]:
     """The seconds of each contender's steps, those to warm up first; they take turns, in changing order."""
     import torch.distributed as dist
 
@@ -250,12 +248,17 @@ def work(
     return {"seconds": kept, "tokens": tokens, "flops": total, "micro_batches": len(rows)}
 
 
-def run_rank(rank: int, meet: Address, pipe: Connection, *args: Any) -> None:
+def run_rank(
+    rank: int, meet: Address, pipe: Connection, work: Callable[..., Any], *args: Any
+) -> None:
     pipe.send(work(rank, meet, *args))
 
 
-def run_world(world_size: int, *args: Any) -> dict[str, Any]:
-    """Rank 0's figures. Raises RuntimeError when a rank fails, which its own traceback explains."""
+def run_world(world_size: int, work: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """Rank 0's figures of `work(rank, address of the store, *args)`, which every rank runs.
+
+    Raises RuntimeError when a rank fails, which its own traceback explains.
+    """
     context = multiprocessing.get_context("spawn")
     store = device.host_store(TIMEOUT_S)
     processes, pipes = [], []
@@ -263,7 +266,7 @@ def run_world(world_size: int, *args: Any) -> dict[str, Any]:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=run_rank, args=(rank, device.address_of(store), theirs, *args)
+                target=run_rank, args=(rank, device.address_of(store), theirs, work, *args)
             )
             process.start()
             theirs.close()
@@ -346,7 +349,7 @@ def main() -> None:
             other = "whole_pass"
             updates = args.updates
             num_own = 1 if args.old_logprobs == "train" else updates
-        result = run_world(args.gpus, recipe, sequences, args.steps, other, updates, num_own)
+        result = run_world(args.gpus, work, recipe, sequences, args.steps, other, updates, num_own)
         row = figures(result, args.gpus, other)
     print(
         json.dumps(row)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -22,6 +21,7 @@ from megarl.parallel import groups, model
 from megarl.parallel.optimizer import build_optimizer
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.routing import Routing
+from megarl.parallel.shared_rows import RowParams
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.megatron_map import split_params
@@ -89,20 +89,13 @@ class Bare:
 
 def _forward(rows: Iterator[PackedRow], gpt: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     row = next(rows)
-    packing = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=row.bounds,
-        cu_seqlens_kv=row.bounds,
-        max_seqlen_q=row.max_length,
-        max_seqlen_kv=row.max_length,
-    )
     tokens = row.token_ids_L[None]
     output = gpt(
         input_ids=tokens,
         position_ids=torch.zeros_like(tokens),
         attention_mask=None,
         labels=row.labels_L[None],
-        packed_seq_params=packing,
+        packed_seq_params=RowParams.of(row),
     )
     return output, partial(_loss, row)
 

@@ -219,6 +219,15 @@ def test_one_sample_of_a_prompt_teaches_where_samples_are_not_compared(algorithm
     assert rollout_metrics(groups, compares_samples=False)["rollout/samples"] == 2.0
 
 
+def test_rows_share_the_prompt_of_their_group_and_no_other() -> None:
+    plain = group("a", (True, False))
+    ((first,), (second,)) = plain.rows
+    other = replace(second, has_group_prompt=False)
+    refs = samples_of([replace(plain, rows=((first,), (other,)))], "grpo")
+    prompt = first.length - first.response_length
+    assert prompt > 0 and [ref.num_shared for ref in refs] == [prompt, 0]
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dr_grpo"])
 def test_groups_of_different_sizes_have_their_own_advantages(algorithm: str) -> None:
     """As verdicts that failed leave them; a group of one has nobody to be better than."""

@@ -219,7 +219,7 @@ def test_an_episode_in_phases_is_that_of_one_phase(
     assert len(parts.phases) == -(-sampled // tokens) or sampled % tokens == 0, (
         "each phase gives as many as it may"
     )
-    trained = merged_parts([row.parts for row in accounting.row_summaries(parts.last)])
+    trained = merged_parts([accounting.trained_parts(row) for row in parts.last.rows])
     versions = [part.version for part in trained]
     assert versions == list(range(-(-sampled // tokens)))
     assert all(phase.reward_result is None for phase in parts.phases[:-1])

@@ -16,6 +16,7 @@ import pytest
 from megarl.algos.statistics import GRAD_NORM
 from megarl.cluster.topology import DevicePlacement
 from megarl.config.loading import overlaid
+from megarl.fleet import rank_groups
 from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks
 from megarl.placement.roles import resolve
 from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, values_by_reader
@@ -201,6 +202,26 @@ def test_each_rank_gets_its_own_state_and_the_token_values_of_its_samples(
         assert len(updates) == UPDATES
         assert updates[0].keys() >= {f"rank {rank}" for rank in range(len(group.workers))}
     assert trained.speed
+
+
+def test_a_prompt_counts_in_each_update_that_computes_it(
+    ranks: tuple[PolicyRanks, AuxiliaryRanks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each sample once, where several ranks have parts of its row too, with a pass of old logprobs and without."""
+    policy, critic = ranks
+    counted: list[list[list[Key]]] = []
+
+    def speed(_: object, by_update: Sequence[Sequence[SampleRef]], *__: Any, **___: Any) -> Any:
+        counted.append([sorted(map(key_of, refs)) for refs in by_update])
+        return {}
+
+    monkeypatch.setattr(rank_groups, "speed", speed)
+    refs, groups = samples()
+    policy.train("ppo", refs, groups, 0.5)
+    logprobs = policy.compute_logprobs("ppo", refs, groups, critic.plan_of(refs))
+    policy.train("ppo", refs, groups, 0.5, logprobs=logprobs)
+    assert counted[0] == counted[1] and len(counted[0]) == UPDATES
+    assert sorted(key for keys in counted[0] for key in keys) == sorted(map(key_of, refs))
 
 
 def test_each_rank_returns_its_state_and_few_of_them_token_values(

@@ -32,6 +32,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/model/test_families.py",
         "tests/parallel/test_groups.py",
         "tests/parallel/test_replay.py",
+        "tests/parallel/test_shared_prefixes.py",
         "tests/parallel/test_token_rewards.py",
         "tests/parallel/test_optimizer_offload.py",
         "tests/parallel/test_dist_checkpoint.py",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.parallel.local_spec import PackedAttention, RMSNorm
+from megarl.parallel.shared_rows import RowParams
 
 ALONE: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
 CONFIG: Any = SimpleNamespace(params_dtype=torch.float64, sequence_parallel=True)
@@ -19,8 +19,13 @@ CONFIG: Any = SimpleNamespace(params_dtype=torch.float64, sequence_parallel=True
 
 def attend(inputs: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    return PackedAttention(CONFIG, pg_collection=ALONE)(*inputs, None, packed_seq_params=packing)
+    return attend_row(
+        inputs, RowParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    )
+
+
+def attend_row(inputs: list[torch.Tensor], row: RowParams) -> torch.Tensor:
+    return PackedAttention(CONFIG, pg_collection=ALONE)(*inputs, None, packed_seq_params=row)
 
 
 def slow_attention(inputs: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:

@@ -142,6 +142,8 @@ def test_rope_is_fused_where_megatron_has_a_kernel(
     assert config(folder, {}).apply_rope_fusion is is_fused
 
 
-def test_transformer_engine_is_given_no_float32() -> None:
+def test_transformer_engine_is_given_neither_float32_nor_shared_prefixes() -> None:
     with pytest.raises(UserError, match="^model.dtype: float32"):
         model.select_layers(TrainConfig(lr=1.0), torch.float32, has_engine=True)
+    with pytest.raises(UserError, match="^train.share_prefixes: true, but TransformerEngine"):
+        model.select_layers(TrainConfig(lr=1.0, share_prefixes=True), torch.bfloat16, True)

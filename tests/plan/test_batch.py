@@ -87,6 +87,27 @@ def test_a_share_is_what_a_run_would_pack(tmp_path: Path) -> None:
     assert 0.9 < share.balance <= 1.0
 
 
+def test_prompts_that_samples_share_are_planned_once(tmp_path: Path) -> None:
+    """Prompts of 25 tokens and responses of 2: the four samples of a prompt are together, and less work."""
+    keys = ["rollout.prompts_per_step=16", "rollout.samples_per_prompt=4"]
+    keys += ["data.max_prompt_tokens=100", "train.tokens_per_micro_batch=500"]
+    recipe = planning.small(tmp_path, *keys, "train.updates_per_step=1")
+    shares = [
+        share_of(
+            overlaid(recipe, {"train": {"share_prefixes": is_shared}}),
+            model_shape(tmp_path),
+            train_layout(recipe),
+            step_samples(recipe),
+        )
+        for is_shared in (False, True)
+    ]
+    assert [share.saved_prompts for share in shares] == [0.0, 0.75]
+    assert shares[0].tokens == shares[1].tokens
+    assert shares[1].micro_batches < shares[0].micro_batches
+    # at full length prompts of 100 and responses of 5: eight groups of a rank, four of which fit
+    assert [share.micro_batches_full for share in shares] == [8, 2]
+
+
 def test_rows_by_length_are_counted_on_each_of_their_ranks(tmp_path: Path) -> None:
     """At full length each sample of 105 takes both data-parallel ranks, with 54 tokens each; short ones take one."""
     keys = [

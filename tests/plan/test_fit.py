@@ -12,7 +12,7 @@ from megarl.config.loading import overlaid
 from megarl.model.hf_config import model_shape
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
-from megarl.placement.roles import RoleName, train_layout
+from megarl.placement.roles import RoleName, resolve, train_layout
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import (
     activation_bytes,
@@ -28,6 +28,7 @@ from megarl.plan.engine_memory import (
     token_bytes,
     weight_bytes,
 )
+from megarl.plan.fit import are_valid
 from megarl.plan.model_size import ModelSize, model_sizes
 from megarl.plan.optimizer_memory import state_bytes
 from megarl.plan.phase_memory import CONTEXT_BYTES, PINNED_SHARE, communicators
@@ -396,6 +397,16 @@ def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
     changed = overlaid(recipe, {"train": {"tokens_per_micro_batch": 10240}})
     device = plans.count(changed, small, {"policy": replace(size, recipe=changed)}).device
     assert device["train"].total_bytes <= 3_000_000_000 < plan.device["train"].total_bytes
+
+
+def test_nothing_is_advised_that_shared_prefixes_are_refused_with(tmp_path: Path) -> None:
+    recipe = plans.recipe(tmp_path, "tiny", 2, ep=2, engine={"count": 1, "tp": 2, "ep": 2})
+    validity = [
+        are_valid(resolve(overlaid(recipe, {"train": {"cp": cp, "share_prefixes": shares}})))
+        for shares in (False, True)
+        for cp in (1, 2)
+    ]
+    assert validity == [True, True, True, False]
 
 
 def test_a_full_host_is_said_too(tmp_path: Path) -> None:

@@ -46,6 +46,18 @@ def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_an
     assert again.updates_s == pytest.approx(1.25 * whole)
 
 
+def test_prompts_that_others_bring_are_not_computed() -> None:
+    """Half of the samples of 100 tokens are computed from their prompt's 50 tokens on."""
+    share = replace(MODEL.share, saved_prompts=0.5)
+    work = train_work(SHAPE)
+    products = (8 * work(100) - 4 * work(50)) / (16 * 989.4e12 * CARD.compute_share)
+    exchanges = LAYERS.exchanges((8 * 100 - 4 * 50) / 4).total(1, 1)
+    each = LAYERS.micro_batch_s(2e9, 4e9, 1, 1)
+    assert replace(MODEL, share=share).updates_s == pytest.approx(
+        1.25 * ((products + exchanges) / 0.8 + 2 * 4 * each)
+    )
+
+
 def test_parts_of_layers_that_are_computed_again_take_their_products_exchanges_and_kernels() -> (
     None
 ):

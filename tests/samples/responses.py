@@ -58,7 +58,7 @@ def response_rows(
     """What a `GroupSummary` has of responses with these parts."""
     lengths = [sum(part.num_tokens for part in parts) for parts in parts_G]
     return tuple(
-        (RowSummary(prompt_tokens + length, length, length, parts),)
+        (RowSummary(prompt_tokens + length, length, length, parts, has_group_prompt=True),)
         for length, parts in zip(lengths, parts_G, strict=True)
     )
 

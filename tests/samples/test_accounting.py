@@ -69,10 +69,10 @@ def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
     assert short.correct_G.tolist() == [False, True]
     assert short.rows == (
         (
-            RowSummary(8, 5, 3, (SamplePart(3, 2), SamplePart(4, 1))),
+            RowSummary(8, 5, 3, (SamplePart(3, 2), SamplePart(4, 1)), has_group_prompt=True),
             RowSummary(6, 2, 2, (SamplePart(4, 2),)),
         ),
-        (RowSummary(7, 4, 4, (SamplePart(4, 4),)),),
+        (RowSummary(7, 4, 4, (SamplePart(4, 4),), has_group_prompt=True),),
     )
     assert short.response_lengths_G.tolist() == [5, 4]
     assert short.parts_G == ((SamplePart(3, 2), SamplePart(4, 3)), (SamplePart(4, 4),))

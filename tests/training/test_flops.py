@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megarl.model.hf_config import model_shape
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.training import flops
+from megarl.training.batching import SampleRef
 from tests.parallel import checkpoints
 
 QWEN3_30B = ModelShape(
@@ -90,7 +91,8 @@ def test_peaks(name: str, peak: float | None) -> None:
 
 def test_the_speed_of_a_step_by_hand() -> None:
     total = sum(map(flops.train_work(QWEN3_30B), (100, 300)))
-    speed = flops.speed(QWEN3_30B, [100, 300], 2.0, 4, "NVIDIA H800")
+    refs = [SampleRef(0, 0, 100, 40, num_shared=60), SampleRef(0, 1, 300, 240, num_shared=60)]
+    speed = flops.speed(QWEN3_30B, [refs], 2.0, 4, "NVIDIA H800")
     assert speed == pytest.approx(
         {
             "speed/train_tokens_per_s": 200.0,
@@ -98,4 +100,11 @@ def test_the_speed_of_a_step_by_hand() -> None:
             "speed/train_mfu": total / (2 * 4 * 989.4e12),
         }
     )
-    assert "speed/train_mfu" not in flops.speed(QWEN3_30B, [1], 1.0, 1, "cpu")
+    assert "speed/train_mfu" not in flops.speed(QWEN3_30B, [refs], 1.0, 1, "cpu")
+    of_prompt = flops.train_work(QWEN3_30B)(60)
+    # in one update a prompt is computed once, in two it is computed in both
+    for updates, saved in (([refs], of_prompt), ([refs[:1], refs[1:]], 0)):
+        shared = flops.speed(QWEN3_30B, updates, 2.0, 4, "NVIDIA H800", shares_prompts=True)
+        assert shared["speed/train_tokens_per_s"] == 200.0
+        operations = (total - saved) / 8 / 1e12
+        assert shared["speed/train_tflops_per_gpu"] == pytest.approx(operations)

@@ -142,10 +142,9 @@ def attention(
     attn_mask_type: str = "", **others: Any,
 ) -> Tensor:  # fmt: skip
     """DotProductAttention.forward for packed segments, by megarl's attention for layers without TransformerEngine."""
-    from types import SimpleNamespace
-
     from megarl.parallel.groups import cp_group
     from megarl.parallel.local_spec import PackedAttention
+    from megarl.parallel.shared_rows import RowParams
 
     CALLS["attention"] += 1
     assert qkv_format == "thd" and "padding_causal" in attn_mask_type, (qkv_format, attn_mask_type)
@@ -158,7 +157,7 @@ def attention(
         self.fused_attention.softmax_scale,
         self.cp_group or cp_group(1),
     )
-    row = SimpleNamespace(cu_seqlens_q=cu_seqlens_q, cp_group=None)
+    row = RowParams(cu_seqlens_q=cu_seqlens_q)
     return packed(query, key, value, None, packed_seq_params=row)
 
 
