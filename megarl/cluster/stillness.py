@@ -18,6 +18,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # a process that does less has done nothing: its threads look around now and then
 _LEAST_CPU_SHARE = 0.03
 _LEAST_BYTES = 2**12
+# in a shorter time the work of a moment, which Ray's own threads do now and then, would count as progress
+_LEAST_LOOK_S = 5.0
 # between two looks at most so much counts: the process itself may have been stopped
 _LONGEST_LOOK_S = 20.0
 _LEARNT_EVERY_S = 1.0
@@ -89,13 +91,18 @@ class Stillness:
             self._see(now_s, work)
             return 0.0
         passed_s = now_s - self._seen_at_s
-        has_computed = work.cpu_s - self._seen.cpu_s >= _LEAST_CPU_SHARE * passed_s
+        least_cpu_s = _LEAST_CPU_SHARE * max(passed_s, _LEAST_LOOK_S)
+        has_computed = work.cpu_s - self._seen.cpu_s >= least_cpu_s
         has_moved_bytes = work.num_bytes - self._seen.num_bytes >= _LEAST_BYTES
-        self._still_s += min(passed_s, _LONGEST_LOOK_S)
+        still_s = self._still_s + min(passed_s, _LONGEST_LOOK_S)
         if has_computed or has_moved_bytes:
-            self._still_s = 0.0
+            still_s = 0.0
+        elif passed_s < _LEAST_LOOK_S:
+            # counted together with the next look
+            return still_s
+        self._still_s = still_s
         self._see(now_s, work)
-        return self._still_s
+        return still_s
 
     def _see(self, now_s: float, work: Work) -> None:
         self._seen_at_s = now_s

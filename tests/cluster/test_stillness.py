@@ -68,11 +68,18 @@ def test_a_little_work_is_none() -> None:
     stillness = Stillness()
     work = [Work(5.0 + 0.01 * second, 1000 + 8 * second) for second in range(10)]
     assert [stillness.look(float(second), work[second]) for second in range(4)] == [0, 1, 2, 3]
-    assert stillness.look(4.0, Work(5.1, 1100)) == 0.0, "a tenth of a second of a processor"
-    assert stillness.look(5.0, Work(5.1, 1100)) == 1.0
-    assert stillness.look(6.0, Work(5.1, 9000)) == 0.0, "bytes"
+    assert stillness.look(4.0, Work(5.2, 1100)) == 0.0, "a fifth of a second of a processor"
+    assert stillness.look(5.0, Work(5.2, 1100)) == 1.0
+    assert stillness.look(6.0, Work(5.2, 9000)) == 0.0, "bytes"
     stillness.end()
-    assert stillness.look(60.0, Work(5.1, 9000)) == 0.0, "it had nothing to do"
+    assert stillness.look(60.0, Work(5.2, 9000)) == 0.0, "it had nothing to do"
+
+
+def test_work_of_a_moment_now_and_then_is_none() -> None:
+    """Of looks a second apart one in eight sees a twentieth of a second, as Ray's own threads take."""
+    stillness = Stillness()
+    looks = [stillness.look(float(second), Work(0.05 * (second // 8), 0)) for second in range(41)]
+    assert looks[-1] == 40.0
 
 
 def test_a_process_that_was_stopped_itself_does_not_count_all_of_that() -> None:
