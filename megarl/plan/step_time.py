@@ -149,8 +149,7 @@ class ComputingModel:
         layers = self.layers
         flops = module_forward_flops(layers.shape, self.samples.lengths).get(part, 0.0)
         exchanges_s = layers.part_s(part, self._rank_tokens)
-        experts = self.weights_bytes * self.expert_grads_bytes / max(1.0, self.grads_bytes)
-        each = layers.part_micro_batch_s(part, experts)
+        each = layers.part_micro_batch_s(part)
         seconds = (flops / self._reached + exchanges_s) / self.share.balance
         return seconds + self.share.updates * self.share.micro_batches * each
 
