@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # another micro-batch's products beside the exchange with experts: Megatron's combined 1F1B
 PAIRED_PASSES = "overlap_moe_expert_parallel_comm"
 SHARED_EXPERTS = "moe_shared_expert_overlap"
+# what a search sets in `train.megatron`: none of them, or one, because both want the same exchange
+NO_OVERLAP: dict[str, bool | None] = {PAIRED_PASSES: None, SHARED_EXPERTS: None}
+EACH_OVERLAP = ({**NO_OVERLAP, PAIRED_PASSES: True}, {**NO_OVERLAP, SHARED_EXPERTS: True})
 # what no rank may do, however it is laid out
 _REFUSED = {
     "tp_comm_overlap": "TransformerEngine's buffers for it have the length of one row, and packed rows differ",

@@ -14,6 +14,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.model.shape import ModelShape
+from megarl.placement.overlaps import NO_OVERLAP
 from megarl.placement.recomputation import ladder, recompute_keys, recomputed_parts
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
@@ -78,7 +79,11 @@ def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
 
 
 def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
-    """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`."""
+    """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`.
+
+    Without overlaps of exchanges, which `with_overlap` lays over.
+    """
+    recipe = overlaid(recipe, {"train": {"megatron": NO_OVERLAP}})
     recipe_layout = train_layout(recipe)
     shape = resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
@@ -136,6 +141,12 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
                     "optimizer_offload": offload,
                 }
                 yield {**overlay, "train": {**sizes, **values, **recompute}}
+
+
+def with_overlap(overlay: Overlay, options: Mapping[str, bool | None]) -> Overlay:
+    """A variant of training with an overlap of exchanges, also where it is refused. options: of overlaps.py."""
+    train = overlay["train"]
+    return {**overlay, "train": {**train, "megatron": {**train.get("megatron", {}), **options}}}
 
 
 def changes(overlay: Overlay, tree: Mapping[str, Any]) -> Overlay:

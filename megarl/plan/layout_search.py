@@ -17,6 +17,7 @@ from typing import Literal
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.placement.overlaps import NO_OVERLAP, EACH_OVERLAP
 from megarl.placement.roles import RoleName, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
 from megarl.plan.candidates import (
@@ -26,10 +27,12 @@ from megarl.plan.candidates import (
     train_overlays,
     train_variants,
     with_fraction,
+    with_overlap,
 )
 from megarl.plan.estimate import Estimate, Estimator, Needs, needs_of
 from megarl.plan.fit import HOST
 from megarl.plan.layer_sizes import LayerSizes, layer_sizes
+from megarl.plan.layer_time import HIDDEN_SHARE
 from megarl.plan.model_size import resized, sizes_of
 from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.preflight.layout_checks import reshard_errors
@@ -41,6 +44,8 @@ _COMBINED = 3  # candidates of each kind that are combined with those of the oth
 _TRIED = 60  # training layouts of each kind whose memory is counted in full, the fastest first
 _SIMULATED = 10  # engine layouts of each kind whose rollout is simulated, the fastest by a formula
 _SHOWN = 2  # of each kind
+# of a step's seconds, what an overlap hides at most: of two things side by side the shorter one is no more than half
+_MOST_HIDDEN = HIDDEN_SHARE / 2
 # a slower candidate is shown for so much less memory, and if it is not slower than so
 _LESS = 0.95
 _SLOWER = 1.3
@@ -184,16 +189,20 @@ def _best_trains(
 
     All are ordered by about what they take; memory is counted in full for the fastest, until enough of them fit.
     """
-    by_offload: dict[bool, list[tuple[float, Overlay]]] = {False: [], True: []}
-    for layout in layouts:
-        for overlay in train_variants(estimator.recipe, layout):
-            rough_s = estimator.rough_train_s(overlay)
-            if rough_s is not None:
-                by_offload[overlay["train"]["optimizer_offload"]].append((rough_s, overlay))
+    variants = [
+        with_overlap(variant, NO_OVERLAP)
+        for layout in layouts
+        for variant in train_variants(estimator.recipe, layout)
+    ]
     best: list[Overlay] = []
-    for rough in by_offload.values():
+    for offloads in (False, True):
+        plain = _roughly(
+            estimator,
+            [overlay for overlay in variants if overlay["train"]["optimizer_offload"] == offloads],
+        )
+        rough = sorted([*plain, *_overlapping(estimator, plain)], key=itemgetter(0))
         fitting: list[Estimate] = []
-        for _, overlay in sorted(rough, key=itemgetter(0))[:_TRIED]:
+        for _, overlay in rough[:_TRIED]:
             estimate = estimator.estimate(overlay)
             if estimate.fits(phases):
                 fitting.append(estimate)
@@ -201,6 +210,29 @@ def _best_trains(
                 break
         best += _few_of_each_kind(fitting)
     return best
+
+
+def _roughly(estimator: Estimator, overlays: Iterable[Overlay]) -> list[tuple[float, Overlay]]:
+    """With about the seconds that they take, the fastest first, without what no GPU holds or a run refuses."""
+    timed = [(estimator.rough_train_s(overlay), overlay) for overlay in overlays]
+    kept = [(seconds, overlay) for seconds, overlay in timed if seconds is not None]
+    return sorted(kept, key=itemgetter(0))
+
+
+def _overlapping(
+    estimator: Estimator, plain: Sequence[tuple[float, Overlay]]
+) -> list[tuple[float, Overlay]]:
+    """As `_roughly`, with each overlap, those layouts that could be tried with it however much it hides."""
+    if not plain:
+        return []
+    slowest_s = plain[:_TRIED][-1][0] / (1 - _MOST_HIDDEN)
+    overlays = [
+        with_overlap(overlay, options)
+        for seconds, overlay in plain
+        if seconds <= slowest_s
+        for options in EACH_OVERLAP
+    ]
+    return _roughly(estimator, overlays)
 
 
 def _few_of_each_kind(estimates: Iterable[Estimate]) -> list[Overlay]:
