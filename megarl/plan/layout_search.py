@@ -17,7 +17,7 @@ from typing import Literal
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.placement.overlaps import NO_OVERLAP, EACH_OVERLAP
+from megarl.placement.overlaps import EACH_OVERLAP, NO_OVERLAP
 from megarl.placement.roles import RoleName, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
 from megarl.plan.candidates import (
