@@ -14,7 +14,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.model.shape import ModelShape
-from megarl.placement.overlaps import NO_OVERLAP
+from megarl.placement.overlaps import PLAIN_EXCHANGE
 from megarl.placement.recomputation import ladder, recompute_keys, recomputed_parts
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
@@ -81,9 +81,9 @@ def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
 def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`.
 
-    Without overlaps of exchanges, which `with_overlap` lays over.
+    With the plainest exchange with experts: `with_exchange` lays others over.
     """
-    recipe = overlaid(recipe, {"train": {"megatron": NO_OVERLAP}})
+    recipe = overlaid(recipe, {"train": {"megatron": PLAIN_EXCHANGE}})
     recipe_layout = train_layout(recipe)
     shape = resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
@@ -143,8 +143,8 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
                 yield {**overlay, "train": {**sizes, **values, **recompute}}
 
 
-def with_overlap(overlay: Overlay, options: Mapping[str, bool | None]) -> Overlay:
-    """A variant of training with an overlap of exchanges, also where it is refused. options: of overlaps.py."""
+def with_exchange(overlay: Overlay, options: Mapping[str, bool | str | None]) -> Overlay:
+    """A variant of training with another exchange with experts, also where it is refused. options: of overlaps.py."""
     train = overlay["train"]
     return {**overlay, "train": {**train, "megatron": {**train.get("megatron", {}), **options}}}
 

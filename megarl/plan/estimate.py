@@ -15,6 +15,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.overlaps import DISPATCHER
 from megarl.placement.roles import Role, RoleName, Roles, resolve
 from megarl.plan.batch import RankWork, Samples, share_of
 from megarl.plan.candidates import Overlay
@@ -43,7 +44,7 @@ def needs_of(recipe: Recipe) -> Needs:
     engine = recipe.rollout.engine
     needs: dict[Need, bool] = {
         "fp8": engine.fp8,
-        "deepep": engine.experts == "deepep",
+        "deepep": engine.experts == "deepep" or recipe.train.megatron.get(DISPATCHER) == "flex",
         "draft": engine.draft > 0,
         "offload": recipe.train.optimizer_offload,
     }

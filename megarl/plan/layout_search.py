@@ -17,7 +17,7 @@ from typing import Literal
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.placement.overlaps import EACH_OVERLAP, NO_OVERLAP
+from megarl.placement.overlaps import DISPATCHER, OTHER_EXCHANGES, PLAIN_EXCHANGE
 from megarl.placement.roles import RoleName, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
 from megarl.plan.candidates import (
@@ -26,8 +26,8 @@ from megarl.plan.candidates import (
     engine_overlays,
     train_overlays,
     train_variants,
+    with_exchange,
     with_fraction,
-    with_overlap,
 )
 from megarl.plan.estimate import Estimate, Estimator, Needs, needs_of
 from megarl.plan.fit import HOST
@@ -44,8 +44,9 @@ _COMBINED = 3  # candidates of each kind that are combined with those of the oth
 _TRIED = 60  # training layouts of each kind whose memory is counted in full, the fastest first
 _SIMULATED = 10  # engine layouts of each kind whose rollout is simulated, the fastest by a formula
 _SHOWN = 2  # of each kind
-# of a step's seconds, what an overlap hides at most: of two things side by side the shorter one is no more than half
-_MOST_HIDDEN = HIDDEN_SHARE / 2
+# Of a step's seconds, what another exchange saves at most: of two things side by side the shorter one is no more than
+# half. DeepEP's is taken to save no more.
+_MOST_SAVED = HIDDEN_SHARE / 2
 # a slower candidate is shown for so much less memory, and if it is not slower than so
 _LESS = 0.95
 _SLOWER = 1.3
@@ -190,19 +191,20 @@ def _best_trains(
     All are ordered by about what they take; memory is counted in full for the fastest, until enough of them fit.
     """
     variants = [
-        with_overlap(variant, NO_OVERLAP)
+        with_exchange(variant, PLAIN_EXCHANGE)
         for layout in layouts
         for variant in train_variants(estimator.recipe, layout)
     ]
+    plain = _roughly(estimator, variants)
+    by_kind: dict[tuple[bool, bool], list[Overlay]] = {}
+    for _, overlay in sorted([*plain, *_with_others(estimator, plain)], key=itemgetter(0)):
+        train = overlay["train"]
+        kind = train["optimizer_offload"], train["megatron"][DISPATCHER] == "flex"
+        by_kind.setdefault(kind, []).append(overlay)
     best: list[Overlay] = []
-    for offloads in (False, True):
-        plain = _roughly(
-            estimator,
-            [overlay for overlay in variants if overlay["train"]["optimizer_offload"] == offloads],
-        )
-        rough = sorted([*plain, *_overlapping(estimator, plain)], key=itemgetter(0))
+    for overlays in by_kind.values():
         fitting: list[Estimate] = []
-        for _, overlay in rough[:_TRIED]:
+        for overlay in overlays[:_TRIED]:
             estimate = estimator.estimate(overlay)
             if estimate.fits(phases):
                 fitting.append(estimate)
@@ -219,18 +221,21 @@ def _roughly(estimator: Estimator, overlays: Iterable[Overlay]) -> list[tuple[fl
     return sorted(kept, key=itemgetter(0))
 
 
-def _overlapping(
+def _with_others(
     estimator: Estimator, plain: Sequence[tuple[float, Overlay]]
 ) -> list[tuple[float, Overlay]]:
-    """As `_roughly`, with each overlap, those layouts that could be tried with it however much it hides."""
-    if not plain:
-        return []
-    slowest_s = plain[:_TRIED][-1][0] / (1 - _MOST_HIDDEN)
+    """As `_roughly`, with other exchanges with experts, those layouts that could be tried however much is saved."""
+    slowest_s: dict[bool, float] = {}
+    for offloads in (False, True):
+        seconds = [
+            each for each, overlay in plain if overlay["train"]["optimizer_offload"] == offloads
+        ]
+        slowest_s[offloads] = max(seconds[:_TRIED], default=0.0) / (1 - _MOST_SAVED)
     overlays = [
-        with_overlap(overlay, options)
+        with_exchange(overlay, options)
         for seconds, overlay in plain
-        if seconds <= slowest_s
-        for options in EACH_OVERLAP
+        if seconds <= slowest_s[overlay["train"]["optimizer_offload"]]
+        for options in OTHER_EXCHANGES
     ]
     return _roughly(estimator, overlays)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megarl.algos import ALGORITHMS, has_reference, hyperparameters_of
 from megarl.config import CheckpointConfig, Recipe
 from megarl.config.hardware import Hardware
+from megarl.placement.overlaps import DISPATCHER
 from megarl.placement.recomputation import recomputed_parts
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.plan.batch import RankWork, Samples
@@ -266,7 +267,7 @@ def step_times(
     models: dict[RoleName, ComputingModel] = {}
     for role, size in sizes.items():
         megatron = size.recipe.train.megatron
-        is_flex = megatron.get("moe_token_dispatcher_type") == "flex"
+        is_flex = megatron.get(DISPATCHER) == "flex"
         overlaps = overlaps_of(megatron) if size.shape.num_experts else frozenset()
         layers = RankLayers(
             shape=size.shape,

@@ -20,7 +20,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.config.loading import load_recipe, overlaid, overlay_yaml
 from megarl.model.shape import ModelShape
-from megarl.placement.overlaps import EACH_OVERLAP, NO_OVERLAP, PAIRED_PASSES
+from megarl.placement.overlaps import OTHER_EXCHANGES, PAIRED_PASSES, PLAIN_EXCHANGE
 from megarl.placement.recomputation import ladder, recomputed_parts
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
@@ -31,12 +31,12 @@ from megarl.plan.candidates import (
     engine_overlays,
     train_overlays,
     train_variants,
+    with_exchange,
     with_fraction,
-    with_overlap,
 )
 from megarl.plan.estimate import SPARE, Estimator, needs_of
 from megarl.plan.layer_sizes import composed, layer_sizes
-from megarl.plan.layout_search import _MOST_HIDDEN, SearchResult, Side, search
+from megarl.plan.layout_search import _MOST_SAVED, SearchResult, Side, search
 from megarl.plan.model_size import sizes_of
 from megarl.plan.report import amount
 from megarl.plan.run_plan import RunPlan, make_plan
@@ -99,8 +99,8 @@ def every_train(recipe: Recipe) -> Iterator[Overlay]:
     """Every variant of every layout, with each overlap that is not refused there."""
     for layout in train_overlays(recipe):
         for variant in train_variants(recipe, layout):
-            for options in (NO_OVERLAP, *EACH_OVERLAP):
-                overlay = with_overlap(variant, options)
+            for options in (PLAIN_EXCHANGE, *OTHER_EXCHANGES):
+                overlay = with_exchange(variant, options)
                 if not resolve(overlaid(recipe, overlay)).overlap_errors():
                     yield overlay
 
@@ -130,9 +130,9 @@ def test_layouts_are_tried_without_an_overlap_that_is_refused_there(
     layouts = list(train_overlays(paired))
     assert layouts == list(train_overlays(recipe))
     assert {layout["train"]["ep"] for layout in layouts} > {1}
-    of_pairs, *_ = EACH_OVERLAP
+    of_pairs, *_ = OTHER_EXCHANGES
     variants = [
-        with_overlap(variant, of_pairs)
+        with_exchange(variant, of_pairs)
         for layout in layouts
         for variant in train_variants(recipe, layout)
     ]
@@ -141,9 +141,9 @@ def test_layouts_are_tried_without_an_overlap_that_is_refused_there(
     for variant in allowed:
         assert variant["train"]["ep"] > 1
         assert not {"layer", "moe"} & overlaid(recipe, variant).train.recompute.keys()
-        plain_s = estimator.rough_train_s(with_overlap(variant, NO_OVERLAP))
+        plain_s = estimator.rough_train_s(with_exchange(variant, PLAIN_EXCHANGE))
         paired_s = estimator.rough_train_s(variant)
-        assert plain_s and paired_s and (1 - _MOST_HIDDEN) * plain_s <= paired_s <= plain_s
+        assert plain_s and paired_s and (1 - _MOST_SAVED) * plain_s <= paired_s <= plain_s
 
 
 @pytest.mark.slow
