@@ -52,7 +52,7 @@ def overlap_errors(
             yield UserError(f"train.megatron.{option}", problem, "remove it")
     if shape is None:
         return
-    if options.get(DISPATCHER) == "flex" and shape.num_experts and layout.ep * layout.etp == 1:
+    if shape.num_experts and _lacks_peers(train, layout):
         problem = "flex, and no tokens go to experts of other ranks: Megatron refuses it"
         yield UserError(f"train.megatron.{DISPATCHER}", problem, f"remove it, or raise {branch}.ep")
     if options.get(PAIRED_PASSES):
@@ -70,8 +70,15 @@ def without_unused(
         unused.add(PAIRED_PASSES)
     if not shape.num_shared_experts:
         unused.add(SHARED_EXPERTS)
+    if _lacks_peers(train, layout):
+        unused.add(DISPATCHER)
     options = {key: value for key, value in train.megatron.items() if key not in unused}
     return train.model_copy(update={"megatron": options})
+
+
+def _lacks_peers(train: TrainConfig, layout: TrainLayout) -> bool:
+    """Whether experts have DeepEP's exchange, but no other ranks."""
+    return train.megatron.get(DISPATCHER) == "flex" and layout.ep * layout.etp == 1
 
 
 def _exchanges(shape: ModelShape, layout: TrainLayout) -> bool:
