@@ -130,13 +130,13 @@ def _train_words(plan: RunPlan) -> str:
     ]
     again = " + ".join(words) or "nothing"
     if len(words) > 2:  # the overlay names them
-        again = f"{len(words)} parts of layers"
-    deepep = " by DeepEP" if train.megatron.get(DISPATCHER) == "flex" else ""
+        again = f"{len(words)} parts"
+    deepep = " flex" if train.megatron.get(DISPATCHER) == "flex" else ""
     sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{deepep}{context}"
     overlap = "".join(
         f", {name.replace('_', ' ')} hidden" for name in sorted(overlaps_of(train.megatron))
     )
-    return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} recomputed{overlap}"
+    return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} again{overlap}"
 
 
 def search_json(result: SearchResult) -> JsonObject:
