@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 # another micro-batch's products beside the exchange with experts: Megatron's combined 1F1B
 PAIRED_PASSES = "overlap_moe_expert_parallel_comm"
 SHARED_EXPERTS = "moe_shared_expert_overlap"
+# Megatron's exchange with experts; `flex` is DeepEP
+DISPATCHER = "moe_token_dispatcher_type"
+# what a search sets in `train.megatron`: an exchange of which nothing is hidden, and then others
+PLAIN_EXCHANGE: dict[str, bool | str | None] = {
+    PAIRED_PASSES: None,
+    SHARED_EXPERTS: None,
+    DISPATCHER: None,
+}
+OTHER_EXCHANGES = (
+    {**PLAIN_EXCHANGE, PAIRED_PASSES: True},
+    {**PLAIN_EXCHANGE, SHARED_EXPERTS: True},
+    {**PLAIN_EXCHANGE, DISPATCHER: "flex"},
+    {**PLAIN_EXCHANGE, DISPATCHER: "flex", PAIRED_PASSES: True},
+)
 # what no rank may do, however it is laid out
 _REFUSED = {
     "tp_comm_overlap": "TransformerEngine's buffers for it have the length of one row, and packed rows differ",
@@ -38,6 +52,9 @@ def overlap_errors(
             yield UserError(f"train.megatron.{option}", problem, "remove it")
     if shape is None:
         return
+    if shape.num_experts and _lacks_peers(train, layout):
+        problem = "flex, and no tokens go to experts of other ranks: Megatron refuses it"
+        yield UserError(f"train.megatron.{DISPATCHER}", problem, f"remove it, or raise {branch}.ep")
     if options.get(PAIRED_PASSES):
         yield from _paired_errors(train, shape, layout, dtype, branch)
     if options.get(SHARED_EXPERTS):
@@ -53,8 +70,15 @@ def without_unused(
         unused.add(PAIRED_PASSES)
     if not shape.num_shared_experts:
         unused.add(SHARED_EXPERTS)
+    if _lacks_peers(train, layout):
+        unused.add(DISPATCHER)
     options = {key: value for key, value in train.megatron.items() if key not in unused}
     return train.model_copy(update={"megatron": options})
+
+
+def _lacks_peers(train: TrainConfig, layout: TrainLayout) -> bool:
+    """Whether experts have DeepEP's exchange, but no other ranks."""
+    return train.megatron.get(DISPATCHER) == "flex" and layout.ep * layout.etp == 1
 
 
 def _exchanges(shape: ModelShape, layout: TrainLayout) -> bool:
@@ -88,7 +112,7 @@ def _paired_errors(
     if train.megatron.get("moe_layer_recompute"):
         problem = "moe_layer_recompute is set too, and Megatron ignores it in the parts of a layer"
         yield UserError(where, problem, "remove one of them")
-    is_flex = train.megatron.get("moe_token_dispatcher_type") == "flex"
+    is_flex = train.megatron.get(DISPATCHER) == "flex"
     # with ETP experts read what is gathered from several ranks, which is not freed
     if layout.ep == shape.num_experts and layout.etp == 1 and not is_flex:
         problem = "with one expert a rank Megatron frees its input, which the backward pass reads"
@@ -111,7 +135,7 @@ def _shared_errors(train: TrainConfig, shape: ModelShape, layout: TrainLayout) -
     where = f"train.megatron.{SHARED_EXPERTS}"
     if not shape.num_shared_experts:
         yield UserError(where, "the model has no shared experts", "remove it")
-    if train.megatron.get("moe_token_dispatcher_type", "alltoall") != "alltoall":
+    if train.megatron.get(DISPATCHER) not in (None, "alltoall"):
         problem = "train.megatron.moe_token_dispatcher_type is not alltoall, which runs them"
         yield UserError(where, problem, "remove one of them")
     if "shared_experts" in _again(train, layout):

@@ -20,6 +20,7 @@ from megarl.parallel.option_values import (
     PRECISION_AWARE,
     has_bfloat16_moments,
 )
+from megarl.placement.overlaps import PLAIN_EXCHANGE
 from megarl.placement.recomputation import ladder, recompute_keys, recomputed_parts
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
@@ -85,7 +86,11 @@ def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
 
 
 def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
-    """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`."""
+    """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`.
+
+    With the plainest exchange with experts: `with_exchange` lays others over.
+    """
+    recipe = overlaid(recipe, {"train": {"megatron": PLAIN_EXCHANGE}})
     recipe_layout = train_layout(recipe)
     shape = resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
@@ -159,6 +164,12 @@ def _optimizer_states(recipe: Recipe) -> Iterator[Overlay]:
     if options.get("adam_beta2", 1.0) > HALF_MOMENTS_BETA:
         halves["adam_beta2"] = _HALVES_BETA2
     yield {"optimizer_offload": False, "optimizer": halves}
+
+
+def with_exchange(overlay: Overlay, options: Mapping[str, bool | str | None]) -> Overlay:
+    """A variant of training with another exchange with experts, also where it is refused. options: of overlaps.py."""
+    train = overlay["train"]
+    return {**overlay, "train": {**train, "megatron": {**train.get("megatron", {}), **options}}}
 
 
 def changes(overlay: Overlay, tree: Mapping[str, Any]) -> Overlay:

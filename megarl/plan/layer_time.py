@@ -18,7 +18,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import RowSize, in_flight
 from megarl.types import RecomputedPart
 
-_ACTIVATION_BYTES = 2  # of a number between layers
+_ACTIVATION_BYTES = 2  # of a number between layers, and of a weight
 # Assumptions, which bring the published figures in tests/plan/test_layer_time.py within 18 %.
 # of a layer's kernels in one forward pass of a micro-batch, however small; backward is twice that
 LAYER_S = 1e-3
@@ -176,7 +176,7 @@ class RankLayers:
         sparse = self.shape.num_sparse_layers / self.layout.pp
         return sparse * (experts["experts_fc1"] + experts["experts_act"])
 
-    def part_micro_batch_s(self, part: RecomputedPart, expert_weights_bytes: float) -> float:
+    def part_micro_batch_s(self, part: RecomputedPart) -> float:
         """Of each micro-batch, however few tokens it has: the part's kernels, and for experts their weights."""
         layers = self.shape.num_layers / self.layout.pp
         sparse = self.shape.num_sparse_layers / self.layout.pp
@@ -188,9 +188,17 @@ class RankLayers:
             num_layers = layers
         seconds = num_layers * KERNELS_SHARE[part] * LAYER_S
         if part == "moe":
-            seconds += expert_weights_bytes / self.hardware.hbm_reached_per_s
+            seconds += self._expert_weights_bytes / self.hardware.hbm_reached_per_s
             seconds += sparse * COUNTS_S * (not self.deepep)
         return seconds
+
+    @property
+    def _expert_weights_bytes(self) -> float:
+        """Of the routed experts on a rank of the mean stage, whether they are trained or frozen."""
+        shape = self.shape
+        each = 3 * shape.hidden_size * shape.moe_ffn_size * _ACTIVATION_BYTES
+        experts = shape.num_experts / (self.layout.ep * self.layout.etp)
+        return shape.num_sparse_layers / self.layout.pp * experts * each
 
     def _bytes(self, tokens: float) -> float:
         return tokens * self.shape.hidden_size * _ACTIVATION_BYTES

@@ -18,6 +18,7 @@ from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.option_values import has_bfloat16_moments
+from megarl.placement.overlaps import DISPATCHER, OTHER_EXCHANGES, PLAIN_EXCHANGE
 from megarl.placement.roles import RoleName, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
 from megarl.plan.candidates import (
@@ -26,11 +27,13 @@ from megarl.plan.candidates import (
     engine_overlays,
     train_overlays,
     train_variants,
+    with_exchange,
     with_fraction,
 )
 from megarl.plan.estimate import Estimate, Estimator, Needs, needs_of
 from megarl.plan.fit import HOST
 from megarl.plan.layer_sizes import LayerSizes, layer_sizes
+from megarl.plan.layer_time import HIDDEN_SHARE
 from megarl.plan.model_size import resized, sizes_of
 from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.preflight.layout_checks import reshard_errors
@@ -42,6 +45,9 @@ _COMBINED = 3  # candidates of each kind that are combined with those of the oth
 _TRIED = 60  # training layouts of each kind whose memory is counted in full, the fastest first
 _SIMULATED = 10  # engine layouts of each kind whose rollout is simulated, the fastest by a formula
 _SHOWN = 2  # of each kind
+# Of a step's seconds, what another exchange saves at most: of two things side by side the shorter one is no more than
+# half. DeepEP's is taken to save no more.
+_MOST_SAVED = HIDDEN_SHARE / 2
 # a slower candidate is shown for so much less memory, and if it is not slower than so
 _LESS = 0.95
 _SLOWER = 1.3
@@ -185,19 +191,23 @@ def _best_trains(
 
     All are ordered by about what they take; memory is counted in full for the fastest, until enough of them fit.
     """
-    by_state: dict[tuple[bool, bool], list[tuple[float, Overlay]]] = {}
-    for layout in layouts:
-        for overlay in train_variants(estimator.recipe, layout):
-            rough_s = estimator.rough_train_s(overlay)
-            if rough_s is not None:
-                train = overlay["train"]
-                halves = has_bfloat16_moments(train.get("optimizer", {}))
-                kind = (train["optimizer_offload"], halves)
-                by_state.setdefault(kind, []).append((rough_s, overlay))
+    variants = [
+        with_exchange(variant, PLAIN_EXCHANGE)
+        for layout in layouts
+        for variant in train_variants(estimator.recipe, layout)
+    ]
+    plain = _roughly(estimator, variants)
+    by_kind: dict[tuple[bool, bool, bool], list[Overlay]] = {}
+    for _, overlay in sorted([*plain, *_with_others(estimator, plain)], key=itemgetter(0)):
+        train = overlay["train"]
+        has_halves = has_bfloat16_moments(train.get("optimizer", {}))
+        is_flex = train["megatron"][DISPATCHER] == "flex"
+        kind = (train["optimizer_offload"], has_halves, is_flex)
+        by_kind.setdefault(kind, []).append(overlay)
     best: list[Overlay] = []
-    for rough in by_state.values():
+    for overlays in by_kind.values():
         fitting: list[Estimate] = []
-        for _, overlay in sorted(rough, key=itemgetter(0))[:_TRIED]:
+        for overlay in overlays[:_TRIED]:
             estimate = estimator.estimate(overlay)
             if estimate.fits(phases):
                 fitting.append(estimate)
@@ -205,6 +215,32 @@ def _best_trains(
                 break
         best += _few_of_each_kind(fitting)
     return best
+
+
+def _roughly(estimator: Estimator, overlays: Iterable[Overlay]) -> list[tuple[float, Overlay]]:
+    """With about the seconds that they take, the fastest first, without what no GPU holds or a run refuses."""
+    timed = [(estimator.rough_train_s(overlay), overlay) for overlay in overlays]
+    kept = [(seconds, overlay) for seconds, overlay in timed if seconds is not None]
+    return sorted(kept, key=itemgetter(0))
+
+
+def _with_others(
+    estimator: Estimator, plain: Sequence[tuple[float, Overlay]]
+) -> list[tuple[float, Overlay]]:
+    """As `_roughly`, with other exchanges with experts, those layouts that could be tried however much is saved."""
+    slowest_s: dict[bool, float] = {}
+    for offloads in (False, True):
+        seconds = [
+            each for each, overlay in plain if overlay["train"]["optimizer_offload"] == offloads
+        ]
+        slowest_s[offloads] = max(seconds[:_TRIED], default=0.0) / (1 - _MOST_SAVED)
+    overlays = [
+        with_exchange(overlay, options)
+        for seconds, overlay in plain
+        if seconds <= slowest_s[overlay["train"]["optimizer_offload"]]
+        for options in OTHER_EXCHANGES
+    ]
+    return _roughly(estimator, overlays)
 
 
 def _few_of_each_kind(estimates: Iterable[Estimate]) -> list[Overlay]:

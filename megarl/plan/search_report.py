@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from rich.console import Console, RenderableType
 
 from megarl.config.loading import overlay_yaml
+from megarl.placement.overlaps import DISPATCHER
 from megarl.placement.recomputation import recomputed_parts
 from megarl.plan.estimate import Need, needs_of
+from megarl.plan.layer_time import overlaps_of
 from megarl.plan.layout_search import SearchResult
 from megarl.plan.report import amount, empty_table, engines, parallel_sizes, rendered, text, title
 from megarl.plan.run_plan import RunPlan
@@ -129,9 +131,13 @@ def _train_words(plan: RunPlan) -> str:
     ]
     again = " + ".join(words) or "nothing"
     if len(words) > 2:  # the overlay names them
-        again = f"{len(words)} parts of layers"
-    sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{context}"
-    return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} recomputed"
+        again = f"{len(words)} parts"
+    deepep = " flex" if train.megatron.get(DISPATCHER) == "flex" else ""
+    sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{deepep}{context}"
+    overlap = "".join(
+        f", {name.replace('_', ' ')} hidden" for name in sorted(overlaps_of(train.megatron))
+    )
+    return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} again{overlap}"
 
 
 def search_json(result: SearchResult) -> JsonObject:

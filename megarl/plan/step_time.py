@@ -16,6 +16,7 @@ import numpy as np
 from megarl.algos import ALGORITHMS, has_reference, hyperparameters_of
 from megarl.config import CheckpointConfig, Recipe
 from megarl.config.hardware import Hardware
+from megarl.placement.overlaps import DISPATCHER
 from megarl.placement.recomputation import recomputed_parts
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.plan.batch import RankWork, Samples
@@ -154,8 +155,7 @@ class ComputingModel:
             lambda lengths: module_forward_flops(layers.shape, lengths).get(part, 0.0)
         )
         exchanges_s = layers.part_s(part, self._rank_tokens)
-        experts = self.weights_bytes * self.expert_grads_bytes / max(1.0, self.grads_bytes)
-        each = layers.part_micro_batch_s(part, experts)
+        each = layers.part_micro_batch_s(part)
         seconds = (flops / self._reached + exchanges_s) / self.share.balance
         return seconds + self.share.updates * self.share.micro_batches * each
 
@@ -282,7 +282,7 @@ def step_times(
     models: dict[RoleName, ComputingModel] = {}
     for role, size in sizes.items():
         megatron = size.recipe.train.megatron
-        is_flex = megatron.get("moe_token_dispatcher_type") == "flex"
+        is_flex = megatron.get(DISPATCHER) == "flex"
         overlaps = overlaps_of(megatron) if size.shape.num_experts else frozenset()
         layers = RankLayers(
             shape=size.shape,

@@ -39,7 +39,6 @@ from megarl.fleet.rank_groups import (
     PerTokenResults,
     PolicyRanks,
     RolloutBatch,
-    _groups,
     _merged,
     _share,
 )
@@ -47,7 +46,7 @@ from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.train_layout import TrainLayout
 from megarl.recovery.engine_processes import EngineProcess, EngineProcesses
 from megarl.rollout.load_balancing import Capacity
-from megarl.training.batching import SampleRef, Update
+from megarl.training.batching import SampleRef, Update, refs_of
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 from scripts.bench.batching import QWEN3_30B
@@ -151,6 +150,11 @@ class Step:
         for parts in zip(*self.cluster.gather(calls), strict=True):
             _merged(parts)
         return figures | start.since("collect") | self.count
+
+
+def _groups(share: Sequence[Update]) -> list[int]:
+    """The groups whose samples are in a share, in ascending order."""
+    return sorted({ref.group for ref in refs_of(share)})
 
 
 def inline(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:

@@ -48,6 +48,7 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     ],
     "deepseek671b": [
         (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((overlay,) for overlay in DEBUG),
+        ("fp8_rollout_deepseek671b.yaml", "deepep_training_deepseek671b.yaml"),
     ],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((overlay,) for overlay in DEBUG)],
     "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((overlay,) for overlay in DEBUG)],

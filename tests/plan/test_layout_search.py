@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +20,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.config.loading import load_recipe, overlaid, overlay_yaml
 from megarl.model.shape import ModelShape
-from megarl.placement.overlaps import PAIRED_PASSES
+from megarl.placement.overlaps import OTHER_EXCHANGES, PAIRED_PASSES, PLAIN_EXCHANGE
 from megarl.placement.recomputation import ladder, recomputed_parts
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
@@ -32,11 +31,12 @@ from megarl.plan.candidates import (
     engine_overlays,
     train_overlays,
     train_variants,
+    with_exchange,
     with_fraction,
 )
 from megarl.plan.estimate import SPARE, Estimator, needs_of
 from megarl.plan.layer_sizes import composed, layer_sizes
-from megarl.plan.layout_search import SearchResult, Side, search
+from megarl.plan.layout_search import _MOST_SAVED, SearchResult, Side, search
 from megarl.plan.model_size import sizes_of
 from megarl.plan.report import amount
 from megarl.plan.run_plan import RunPlan, make_plan
@@ -96,8 +96,13 @@ def every_engine(recipe: Recipe) -> Iterator[Overlay]:
 
 
 def every_train(recipe: Recipe) -> Iterator[Overlay]:
+    """Every variant of every layout, with each overlap that is not refused there."""
     for layout in train_overlays(recipe):
-        yield from train_variants(recipe, layout)
+        for variant in train_variants(recipe, layout):
+            for options in (PLAIN_EXCHANGE, *OTHER_EXCHANGES):
+                overlay = with_exchange(variant, options)
+                if not resolve(overlaid(recipe, overlay)).overlap_errors():
+                    yield overlay
 
 
 @pytest.mark.slow
@@ -117,18 +122,28 @@ def test_what_is_found_fits_and_is_faster(result: SearchResult) -> None:
 
 
 @pytest.mark.slow
-def test_layouts_in_which_an_overlap_is_refused_are_left_out(
+def test_layouts_are_tried_without_an_overlap_that_is_refused_there(
     recipe: Recipe, estimator: Estimator
 ) -> None:
+    """Also where the recipe has one: it is laid over again where it is allowed."""
     paired = overlaid(recipe, {"train": {"megatron": {PAIRED_PASSES: True}}})
     layouts = list(train_overlays(paired))
-    assert layouts and all(layout["train"]["ep"] > 1 for layout in layouts)
-    variants = [variant for layout in layouts for variant in train_variants(paired, layout)]
-    of_pairs = replace(estimator, recipe=paired)
-    allowed = [variant for variant in variants if of_pairs.rough_train_s(variant) is not None]
+    assert layouts == list(train_overlays(recipe))
+    assert {layout["train"]["ep"] for layout in layouts} > {1}
+    of_pairs, *_ = OTHER_EXCHANGES
+    variants = [
+        with_exchange(variant, of_pairs)
+        for layout in layouts
+        for variant in train_variants(recipe, layout)
+    ]
+    allowed = [variant for variant in variants if estimator.rough_train_s(variant) is not None]
     assert allowed
     for variant in allowed:
-        assert not {"layer", "moe"} & overlaid(paired, variant).train.recompute.keys()
+        assert variant["train"]["ep"] > 1
+        assert not {"layer", "moe"} & overlaid(recipe, variant).train.recompute.keys()
+        plain_s = estimator.rough_train_s(with_exchange(variant, PLAIN_EXCHANGE))
+        paired_s = estimator.rough_train_s(variant)
+        assert plain_s and paired_s and (1 - _MOST_SAVED) * plain_s <= paired_s <= plain_s
 
 
 @pytest.mark.slow

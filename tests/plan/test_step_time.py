@@ -12,12 +12,19 @@ from megarl.config.hardware import load_hardware
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan import step_time
 from megarl.plan.batch import RankWork, Samples
-from megarl.plan.layer_time import HIDDEN_SHARE, Overlap, RankLayers
+from megarl.plan.layer_time import (
+    COUNTS_S,
+    HIDDEN_SHARE,
+    KERNELS_SHARE,
+    LAYER_S,
+    Overlap,
+    RankLayers,
+)
 from megarl.plan.rollout_time import NO_ROLLOUT
 from megarl.plan.step_time import ComputingModel, TrainTime
 from megarl.training.flops import module_forward_flops, train_work
 from tests.plan import recipes as planning
-from tests.plan.plans import SHAPE
+from tests.plan.plans import EXPERTS_BYTES, SHAPE
 
 CARD = load_hardware(planning.H800)
 SAMPLES = Samples(2, 2, 8, 8, 50, 400, np.full(8, 50))
@@ -64,12 +71,23 @@ def test_parts_of_layers_that_are_computed_again_take_their_products_exchanges_a
     lengths = SAMPLES.lengths
     reached = 16 * 989.4e12 * CARD.compute_share
     moe = module_forward_flops(SHAPE, lengths)["moe"] / reached + LAYERS.part_s("moe", 8 * 100 / 4)
-    # a quarter of the weights are experts'
-    each = LAYERS.part_micro_batch_s("moe", 2e9 / 4)
+    each = LAYERS.part_micro_batch_s("moe")
     again = replace(MODEL, recomputed=[frozenset({"moe"})] * 2)
     assert again.updates_s - MODEL.updates_s == pytest.approx(1.25 * (moe / 0.8 + 2 * 4 * each))
     whole = replace(MODEL, recomputed=[frozenset({"layer"})] * 2)
     assert MODEL.updates_s < again.updates_s < whole.updates_s
+
+
+def test_experts_weights_are_read_again_whether_they_are_trained_or_frozen() -> None:
+    read_s = EXPERTS_BYTES / (2 * 4) / CARD.hbm_reached_per_s
+    launched_s = 5 * (KERNELS_SHARE["moe"] * LAYER_S + COUNTS_S)
+    assert LAYERS.part_micro_batch_s("moe") == pytest.approx(read_s + launched_s)
+    adapted = replace(MODEL, frozen_bytes=1.9e9, grads_bytes=2e8, expert_grads_bytes=0.0)
+    again_s = [
+        replace(model, recomputed=[frozenset({"moe"})] * 2).updates_s - model.updates_s
+        for model in (MODEL, adapted)
+    ]
+    assert again_s[0] == pytest.approx(again_s[1])
 
 
 def test_the_stage_that_computes_most_again_sets_the_pace_unless_it_has_fewer_layers() -> None:
