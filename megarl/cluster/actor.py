@@ -19,6 +19,7 @@ from typing import Protocol
 
 import ray
 import ray.exceptions
+from ray.experimental.locations import get_local_object_locations
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.deadline import Deadline
@@ -34,6 +35,8 @@ from megarl.types.remote import RemoteCall
 Ref = ray.ObjectRef
 SHARES = 4  # actors that share a GPU slot
 _ERROR_LETTERS = 20_000
+_DIRECT_BYTES = 100 * 1024  # RAY_max_direct_call_object_size: a smaller result comes with the answer to its call
+_FETCH_S = 10.0  # for an error of another node
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 _CALLS = 2**20
 # between two heartbeats of all workers there is so much for each: asking takes this process a fiftieth of it
@@ -303,13 +306,23 @@ def answers(calls: Mapping[Ref, str], timeout_s: float) -> dict[str, Any]:
 def failure(ref: Ref) -> Exception | None:
     """The exception of a call that has failed; None for a call that has succeeded or is still running."""
     try:
-        ray.get(ref, timeout=0)
+        ray.get(ref, timeout=_FETCH_S if _is_error_elsewhere(ref) else 0)
     except ray.exceptions.GetTimeoutError:
         return None
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         return cause if isinstance(cause, UserError | SilentFault) else error
     return None
+
+
+def _is_error_elsewhere(ref: Ref) -> bool:
+    """Whether a call has failed whose error Ray has left on its node, as those of arguments that are lost.
+
+    Results of that size come with the answer of the call.
+    """
+    location = get_local_object_locations([ref]).get(ref, {})
+    size = location.get("object_size")
+    return bool(location.get("node_ids")) and size is not None and size < _DIRECT_BYTES
 
 
 def is_loss(error: Exception) -> bool:
