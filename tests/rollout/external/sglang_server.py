@@ -1,7 +1,7 @@
-"""SGLang's own HTTP server, on CPU with megarl's patches: sglang_server.py MODEL PORT
+"""SGLang's own HTTP server, on CPU with megarl's patches: sglang_server.py MODEL PORT TP KEY
 
-A real server that somebody else has started, as an external engine of a run. It listens on loopback, and ends with the
-process that has started it.
+A real server that somebody else has started, as an external engine of a run: TP ranks, whose samples depend on their
+seeds alone, and which want an API key. It listens on loopback, and ends with the process that has started it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 from megarl.cpu import sglang_patches
-from megarl.device import DEVICE
-from megarl.rollout.sglang import scheduler
+from megarl.device import DEVICE, use_loopback
+from megarl.rollout.sglang import deterministic, scheduler
 
 scheduler.leave_out_megatron()
 if DEVICE == "cpu":
@@ -28,15 +28,19 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def run_scheduler(*arguments: Any) -> None:
+def run_scheduler(server_args: Any, *arguments: Any) -> None:
     """SGLang's scheduler process with the patches for CPU."""
     end_with_parent()
-    scheduler.patch_sglang(repeatable=False)
+    use_loopback()
+    scheduler.patch_sglang(repeatable=True)
+    if DEVICE == "cpu":
+        # what the server states: here the patches stand for it
+        server_args.enable_deterministic_inference = False
     from sglang.srt.managers import scheduler as sglang_scheduler
 
     # files in /dev/shm that a killed server leaves
     sglang_scheduler.create_load_snapshot_writer = lambda *_, **__: None  # type: ignore[assignment]
-    sglang_scheduler.run_scheduler_process(*arguments)
+    sglang_scheduler.run_scheduler_process(server_args, *arguments)
 
 
 def run_detokenizer(*arguments: Any) -> None:
@@ -46,7 +50,7 @@ def run_detokenizer(*arguments: Any) -> None:
     run_detokenizer_process(*arguments)
 
 
-def main(model: str, port: str) -> None:
+def main(model: str, port: str, tp: str, key: str) -> None:
     end_with_parent()
     scheduler.set_environment()
     with sglang_patches.quiet_import():
@@ -58,6 +62,8 @@ def main(model: str, port: str) -> None:
         "dtype": "float32",
         "host": "127.0.0.1",
         "port": int(port),
+        "tp_size": int(tp),
+        "api_key": key,
         "log_level": "error",
         "max_running_requests": 64,
         "disable_shared_experts_fusion": True,
@@ -65,12 +71,15 @@ def main(model: str, port: str) -> None:
         "max_total_tokens": _TOKENS,
     }
     if DEVICE == "cpu":
-        arguments |= sglang_patches.server_arguments(1, _TOKENS)
+        arguments |= sglang_patches.server_arguments(int(tp), _TOKENS)
     else:
         # the run's training rank has the rest of the GPU
         arguments |= {"mem_fraction_static": 0.3, "moe_runner_backend": "triton"}
+    arguments |= deterministic.server_arguments(_TOKENS, DEVICE)
+    server_args = ServerArgs(**arguments)
+    server_args.enable_deterministic_inference = True
     launch_server(
-        ServerArgs(**arguments),
+        server_args,
         run_scheduler_process_func=run_scheduler,
         run_detokenizer_process_func=run_detokenizer,
     )
