@@ -28,19 +28,16 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def run_scheduler(server_args: Any, *arguments: Any) -> None:
+def run_scheduler(*arguments: Any) -> None:
     """SGLang's scheduler process with the patches for CPU."""
     end_with_parent()
     use_loopback()
     scheduler.patch_sglang(repeatable=True)
-    if DEVICE == "cpu":
-        # what the server states: here the patches stand for it
-        server_args.enable_deterministic_inference = False
     from sglang.srt.managers import scheduler as sglang_scheduler
 
     # files in /dev/shm that a killed server leaves
     sglang_scheduler.create_load_snapshot_writer = lambda *_, **__: None  # type: ignore[assignment]
-    sglang_scheduler.run_scheduler_process(server_args, *arguments)
+    sglang_scheduler.run_scheduler_process(*arguments)
 
 
 def run_detokenizer(*arguments: Any) -> None:
@@ -76,10 +73,13 @@ def main(model: str, port: str, tp: str, key: str) -> None:
         # the run's training rank has the rest of the GPU
         arguments |= {"mem_fraction_static": 0.3, "moe_runner_backend": "triton"}
     arguments |= deterministic.server_arguments(_TOKENS, DEVICE)
-    server_args = ServerArgs(**arguments)
-    server_args.enable_deterministic_inference = True
+    if DEVICE == "cpu":
+        # SGLang refuses it for the attention of a CPU, where the scheduler's patches make it true
+        resolved_dict = ServerArgs.resolved_dict
+        stated = {"enable_deterministic_inference": True}
+        ServerArgs.resolved_dict = lambda args: resolved_dict(args) | stated  # type: ignore[method-assign]
     launch_server(
-        server_args,
+        ServerArgs(**arguments),
         run_scheduler_process_func=run_scheduler,
         run_detokenizer_process_func=run_detokenizer,
     )
