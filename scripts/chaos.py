@@ -44,6 +44,7 @@ from chaos_compare import UNDISTURBED, differences
 from chaos_faults import (
     DISK_S,
     MARKER,
+    NODES,
     Disk,
     Fault,
     Leftovers,
@@ -147,7 +148,7 @@ class Attack:
             victims = Victims(self._state / "state.json", self.process.pid)
             if fault.kind == "raise":
                 return self._let_raise(victims.name(fault.role))
-            if self.nodes:
+            if self.nodes and fault.role in NODES:
                 self.nodes.strike(fault, self.state()["pids"], self.log)
                 return True
             hit(fault.kind, rng.choice(victims.of(fault.role)))

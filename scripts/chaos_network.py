@@ -189,15 +189,15 @@ class Nodes:
 
 
 @contextmanager
-def ray_nodes(folder: Path) -> Iterator[Nodes]:
-    """Nodes, which commands that are started meanwhile join."""
+def ray_nodes(folder: Path, inline_bytes: int = 1000) -> Iterator[Nodes]:
+    """Nodes, which commands that are started meanwhile join. inline_bytes: as of `RayNodes`."""
     from tests.ray_nodes import RayNodes
 
     before = dict(os.environ)
     with (
         tempfile.TemporaryDirectory(prefix="n-", dir="/tmp") as disk,
         Network(NUM_NODES) as network,
-        RayNodes(folder, Path(disk), gpus=1, namespaces=network.namespaces) as nodes,
+        RayNodes(folder, Path(disk), 1, network.namespaces, inline_bytes=inline_bytes) as nodes,
     ):
         nodes.start(*network.addresses)
         os.environ.update(nodes.environment() | {"RAY_ADDRESS": nodes.address})

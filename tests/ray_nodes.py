@@ -29,15 +29,22 @@ class RayNodes:
     """Nodes of simulated GPUs, the first of them the head of their cluster. Used by `with`."""
 
     def __init__(
-        self, folder: Path, disk: Path, gpus: int, namespaces: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        disk: Path,
+        gpus: int,
+        namespaces: Mapping[str, str] | None = None,
+        inline_bytes: int = 1000,
     ) -> None:
         """folder: empty, for the token and the logs. disk: a short path, for what the nodes have of their own.
 
         namespaces: by address the file of the network namespace that a node is in, if it is not this process's.
+        inline_bytes: larger results are stored on the nodes where they are made, as those of large models are.
         """
         self.folder = folder
         self.disk = disk
         self._gpus = gpus
+        self._inline_bytes = inline_bytes
         self._namespaces = namespaces or {}
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.address = ""  # of the head, as RAY_ADDRESS
@@ -69,8 +76,7 @@ class RayNodes:
             "MEGARL_GPUS_PER_NODE": str(self._gpus),
             "MEGARL_RAY_DIR": str(self.disk),
             "MEGARL_OBJECT_STORE_BYTES": str(2**27),
-            # results are stored on the nodes where they are made, as those of large models are
-            "RAY_max_direct_call_object_size": "1000",
+            "RAY_max_direct_call_object_size": str(self._inline_bytes),
             "OMP_NUM_THREADS": "1",
         }
 

@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -141,7 +142,8 @@ class _Shell:
         return results if count > 1 else results[0]
 
     async def compute(self, function: str, *args: Any) -> Any:
-        return await self._on_thread(_imported(function), *args)
+        with _short_errors():
+            return await self._on_thread(_imported(function), *args)
 
     async def own_placement(self, gpu: int) -> DevicePlacement:
         return own_placement(gpu, ray.util.get_node_ip_address())
@@ -406,17 +408,21 @@ class Pulses:
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """Shorten the text of an exception: Ray leaves a large one on its node, where `ray.wait` does not see it."""
+    """Shorten an exception, with those that it comes from: Ray leaves a large one on its node, unseen by `ray.wait`.
+
+    That a process is lost stays known.
+    """
     try:
         yield
     except Exception as error:
+        if len("".join(traceback.format_exception(error))) <= _ERROR_LETTERS:
+            raise
         text = str(error)
         if len(text) <= _ERROR_LETTERS:
-            raise
+            raise error from None
         half = _ERROR_LETTERS // 2
-        raise RuntimeError(
-            f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}"
-        ) from None
+        kind = ProcessLost if isinstance(error, ProcessLost) else RuntimeError
+        raise kind(f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}") from None
 
 
 def _check_device() -> None:

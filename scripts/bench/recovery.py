@@ -1,10 +1,11 @@
-"""Seconds that a run loses when an engine, a training rank or the whole run dies, beside each other in one run.
+"""Seconds that a run loses when an engine, a training rank, a node or the whole run dies, beside each other in one run.
 
     python scripts/bench/recovery.py [--times 3] [--folder DIR]
 
-A tiny model, on CPU: what is lost is the start of processes, not the work. Each fault comes in a step of its own, in
-the middle of its rollout or its updates; lost is the time from the fault to the step's record beyond what is usual. The
-whole run is killed with all of its processes and resumed from its newest checkpoint, as after the death of its node.
+A tiny model, on CPU: what is lost is the start of processes, not the work. The run has a rank and an engine on each of
+two Ray nodes of this machine, and a spare node; needs root (chaos_network.py). Each fault comes in a step of its own,
+in the middle of its rollout or its updates; lost is the time from the fault to the step's record beyond what is usual.
+The whole run is killed with all of its processes and resumed from its newest checkpoint, while its Ray nodes go on.
 """
 
 from __future__ import annotations
@@ -15,25 +16,35 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chaos
 import chaos_runs
 import soak_resume as soak
+from chaos_faults import NODES
+from chaos_network import ray_nodes
 
 CASES = {
     "an engine, in its rollout": chaos.Fault("kill", "scheduler", "rollout", 0.5),
     "a training rank, in its updates": chaos.Fault("kill", "rank", "train", 0.5),
+    "a node, in its updates": chaos.Fault("kill", "second node", "train", 0.5),
 }
 RESTART = "the whole run, resumed from its checkpoint"
-STEPS_OF_FAULT = 2  # one that is hit, and one until the next
+RAY_INLINE_BYTES = 100 * 1024  # Ray's default: errors of workers come with the answer
+USUAL_STEPS = 5  # before the first fault
+STEPS = 10_000  # more than it comes to: the run is killed at the end
 
 
 def lost_s(attacked: chaos.Attack, fault: chaos.Fault, usual_s: dict[str, float]) -> float:
     """Hit somebody, and wait until the step is done after all."""
     outcome = chaos.attack(attacked, fault, usual_s, random.Random(1), None)
     assert outcome.outcome == "recovered" and outcome.lost_s is not None, outcome
+    if fault.role in NODES:
+        assert attacked.nodes
+        attacked.nodes.renew(has_resumed=False)
     return outcome.lost_s
 
 
@@ -44,7 +55,29 @@ def restart_s(attacked: chaos.Attack, step_s: float) -> float:
         time.sleep(0.01)
     time.sleep(step_s / 2)
     attacked.kill()
-    return chaos.resumed_s(attacked, before + 2) - step_s / 2
+    seconds = chaos.resumed_s(attacked, before + 2)
+    assert attacked.steps >= before + 2, f"it has not resumed: see {attacked.log}"
+    return seconds - step_s / 2
+
+
+@contextmanager
+def run_on_nodes(folder: Path) -> Iterator[tuple[chaos.Attack, dict[str, float]]]:
+    """A run that has begun, and the usual seconds of its phases."""
+    overrides = [*chaos_runs.SMALL, *chaos_runs.ON_NODES, "checkpoint.every=1"]
+    soak.prepare(folder, [*overrides, f"run.steps={STEPS}"], episodes=False)
+    of_nodes = folder / "nodes"
+    of_nodes.mkdir()
+    with ray_nodes(of_nodes, RAY_INLINE_BYTES) as nodes:
+        attacked = chaos.Attack(folder, "run", nodes)
+        attacked.start()
+        try:
+            while attacked.steps < USUAL_STEPS:
+                assert attacked.is_running, attacked.log.read_text()
+                time.sleep(0.1)
+            yield attacked, chaos.usual_seconds(folder, "run")
+        finally:
+            if attacked.is_running:
+                attacked.kill()
 
 
 def main() -> None:
@@ -57,19 +90,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        num_steps = chaos.FIRST + STEPS_OF_FAULT * arguments.times * (len(CASES) + 1)
-        overrides = [*chaos_runs.SMALL, f"run.steps={num_steps}", "checkpoint.every=1"]
-        soak.prepare(folder, overrides, episodes=False)
-        soak.finish(folder, "undisturbed")
-        usual_s = chaos.usual_seconds(folder, "undisturbed")
-        attacked = chaos.Attack(folder, "disturbed")
-        attacked.start()
         lost: dict[str, list[float]] = {name: [] for name in (*CASES, RESTART)}
-        for _ in range(arguments.times):
-            for name, case in CASES.items():
-                lost[name].append(lost_s(attacked, case, usual_s))
-            lost[RESTART].append(restart_s(attacked, usual_s["step"]))
-        attacked.process.wait()
+        with run_on_nodes(folder) as (attacked, usual_s):
+            for _ in range(arguments.times):
+                for name, case in CASES.items():
+                    lost[name].append(lost_s(attacked, case, usual_s))
+                lost[RESTART].append(restart_s(attacked, usual_s["step"]))
     restarts_s = statistics.median(lost[RESTART])
     print(f"a usual step takes {usual_s['step']:.1f} s")
     print("| what dies | seconds lost, median | of a restart |")

@@ -21,7 +21,7 @@ from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.stillness import GroupStillness
 from megarl.config import PlacementConfig
-from megarl.types import FaultMember, SilentFault, UserError
+from megarl.types import FaultMember, ProcessLost, SilentFault, UserError
 from megarl.types.remote import RemoteCall
 from tests.leftovers import left_since, shared_files
 
@@ -76,6 +76,15 @@ class Target:
 
     def raise_much(self) -> None:
         raise ValueError("the beginning" + "x" * 3_000_000 + "the end")
+
+    def be_lost(self) -> None:
+        raise ProcessLost("the beginning" + "x" * 3_000_000 + "the end")
+
+    def be_lost_by_much(self) -> None:
+        try:
+            self.raise_much()
+        except ValueError as error:
+            raise ProcessLost("the end") from error
 
     def hang(self) -> None:
         time.sleep(600)
@@ -348,6 +357,16 @@ def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker])
     assert (
         "ValueError: the beginning" in caught.value.evidence and len(caught.value.evidence) < 50_000
     )
+
+
+@pytest.mark.parametrize("method", ["be_lost", "be_lost_by_much"])
+def test_a_large_error_still_tells_that_a_process_is_lost(
+    cluster: Cluster, workers: list[Worker], method: str
+):
+    """Also the text of the error from which it comes is left out where that is large."""
+    (lost,) = cluster.outcomes({workers[0].call(method): workers[0].name})
+    assert isinstance(lost, WorkerFailed) and str(lost).endswith("the end")
+    assert len(lost.evidence) < 50_000
 
 
 def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):

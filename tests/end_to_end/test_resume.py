@@ -33,9 +33,11 @@ def test_ends_leave_no_trace(tmp_path: Path, points: int) -> None:
 
 
 @pytest.mark.nightly
-def test_ends_of_a_run_that_samples_ahead_leave_no_trace(tmp_path: Path) -> None:
-    """Engines sample while the ranks learn, and the end is the same with two of them, of which one shares a slot."""
-    steps = _soak(tmp_path, 4, "--spread", "--ahead")
+@pytest.mark.parametrize("engines", ["--spread", "--elastic"])
+def test_ends_of_a_run_that_samples_ahead_leave_no_trace(tmp_path: Path, engines: str) -> None:
+    """Engines sample while the ranks learn, and the end is the same with two of them, of which one shares a slot, and
+    with a second one that joins and leaves."""
+    steps = _soak(tmp_path, 4, engines, "--ahead")
     for record in steps:
         learning_s = record["time/critic_s"] + record.get("time/train_s", 0.0)
         assert record["rollout/waited_s"] < learning_s, (

@@ -1,7 +1,7 @@
-"""SGLang's own HTTP server, on CPU with megarl's patches: sglang_server.py MODEL PORT
+"""SGLang's own HTTP server, on CPU with megarl's patches: sglang_server.py MODEL PORT TP KEY
 
-A real server that somebody else has started, as an external engine of a run. It listens on loopback, and ends with the
-process that has started it.
+A real server that somebody else has started, as an external engine of a run: TP ranks, whose samples depend on their
+seeds alone, and which want an API key. It listens on loopback, and ends with the process that has started it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 from megarl.cpu import sglang_patches
-from megarl.device import DEVICE
-from megarl.rollout.sglang import scheduler
+from megarl.device import DEVICE, use_loopback
+from megarl.rollout.sglang import deterministic, scheduler
 
 scheduler.leave_out_megatron()
 if DEVICE == "cpu":
@@ -31,7 +31,8 @@ def end_with_parent() -> None:
 def run_scheduler(*arguments: Any) -> None:
     """SGLang's scheduler process with the patches for CPU."""
     end_with_parent()
-    scheduler.patch_sglang(repeatable=False)
+    use_loopback()
+    scheduler.patch_sglang(repeatable=True)
     from sglang.srt.managers import scheduler as sglang_scheduler
 
     # files in /dev/shm that a killed server leaves
@@ -46,7 +47,7 @@ def run_detokenizer(*arguments: Any) -> None:
     run_detokenizer_process(*arguments)
 
 
-def main(model: str, port: str) -> None:
+def main(model: str, port: str, tp: str, key: str) -> None:
     end_with_parent()
     scheduler.set_environment()
     with sglang_patches.quiet_import():
@@ -58,6 +59,8 @@ def main(model: str, port: str) -> None:
         "dtype": "float32",
         "host": "127.0.0.1",
         "port": int(port),
+        "tp_size": int(tp),
+        "api_key": key,
         "log_level": "error",
         "max_running_requests": 64,
         "disable_shared_experts_fusion": True,
@@ -65,10 +68,16 @@ def main(model: str, port: str) -> None:
         "max_total_tokens": _TOKENS,
     }
     if DEVICE == "cpu":
-        arguments |= sglang_patches.server_arguments(1, _TOKENS)
+        arguments |= sglang_patches.server_arguments(int(tp), _TOKENS)
     else:
         # the run's training rank has the rest of the GPU
         arguments |= {"mem_fraction_static": 0.3, "moe_runner_backend": "triton"}
+    arguments |= deterministic.server_arguments(_TOKENS, DEVICE)
+    if DEVICE == "cpu":
+        # SGLang refuses it for the attention of a CPU, where the scheduler's patches make it true
+        resolved_dict = ServerArgs.resolved_dict
+        stated = {"enable_deterministic_inference": True}
+        ServerArgs.resolved_dict = lambda args: resolved_dict(args) | stated  # type: ignore[method-assign]
     launch_server(
         ServerArgs(**arguments),
         run_scheduler_process_func=run_scheduler,
