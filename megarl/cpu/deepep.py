@@ -1,4 +1,4 @@
-"""A stand-in for DeepEP's `Buffer`, over gloo: which rank sends which token where, as github.com/deepseek-ai/DeepEP does.
+"""A stand-in for DeepEP's `Buffer`, over gloo: what goes to whom, as in github.com/deepseek-ai/DeepEP.
 
 A token goes once to each node that has one of its experts, to the rank there with the sender's own place in its node,
 which forwards it once to each rank that has one. On the way back the sums are made in the same two steps. Megatron's
@@ -107,7 +107,9 @@ class Buffer:
         is_chosen_NE = is_chosen_NE[:, :-1]
         is_sent_NR = is_chosen_NE.unflatten(1, (ranks, -1)).any(-1)
         is_sent_ND = self._by_node(is_sent_NR).any(-1)
-        counts = [is_set.sum(0, dtype=torch.int32) for is_set in (is_sent_NR, is_sent_ND, is_chosen_NE)]
+        counts = [
+            is_set.sum(0, dtype=torch.int32) for is_set in (is_sent_NR, is_sent_ND, is_chosen_NE)
+        ]
         return *counts, is_sent_NR, EventOverlap()  # type: ignore[return-value]
 
     def _by_node(self, of_ranks_NR: Tensor) -> Tensor:
