@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.model.shape import ModelShape
+from megarl.placement.flex_dispatcher import DISPATCHER, is_flex
 from megarl.placement.recomputation import recomputed_parts
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
@@ -53,6 +54,8 @@ def without_unused(
         unused.add(PAIRED_PASSES)
     if not shape.num_shared_experts:
         unused.add(SHARED_EXPERTS)
+    if is_flex(train) and not (shape.num_experts and layout.ep * layout.etp > 1):
+        unused.add(DISPATCHER)
     options = {key: value for key, value in train.megatron.items() if key not in unused}
     return train.model_copy(update={"megatron": options})
 
@@ -88,9 +91,8 @@ def _paired_errors(
     if train.megatron.get("moe_layer_recompute"):
         problem = "moe_layer_recompute is set too, and Megatron ignores it in the parts of a layer"
         yield UserError(where, problem, "remove one of them")
-    is_flex = train.megatron.get("moe_token_dispatcher_type") == "flex"
     # with ETP experts read what is gathered from several ranks, which is not freed
-    if layout.ep == shape.num_experts and layout.etp == 1 and not is_flex:
+    if layout.ep == shape.num_experts and layout.etp == 1 and not is_flex(train):
         problem = "with one expert a rank Megatron frees its input, which the backward pass reads"
         dispatcher = "set train.megatron.moe_token_dispatcher_type to flex"
         hint = f"lower {branch}.ep below {layout.ep}, {dispatcher}, or remove it"
