@@ -58,3 +58,21 @@ def flex_errors(
                 "set, but tokens that are dropped were never compared with one rank above flex"
             )
             yield UserError(f"train.megatron.{option}", problem, "remove it")
+
+
+@listed
+def flex_device_errors(
+    train: TrainConfig, dtype: str, device: str, *, lacks_deepep: bool
+) -> ErrorIterator:
+    """Of a run on this device with weights of this type; lacks_deepep: this machine has GPUs and no `deep_ep`."""
+    if not is_flex(train):
+        return
+    where = f"train.megatron.{DISPATCHER}"
+    backend = train.megatron.get("moe_flex_dispatcher_backend", "deepep")
+    if device == "cpu" and backend != "deepep":
+        problem = f"{backend}, but only DeepEP has a stand-in on CPU"
+        yield UserError("train.megatron.moe_flex_dispatcher_backend", problem, "set it to deepep")
+    if device == "cuda" and dtype != "bfloat16":
+        yield UserError(where, f"flex, but DeepEP sends bfloat16, not {dtype}", "remove it")
+    if lacks_deepep and backend == "deepep":
+        yield UserError(where, "flex, but deep_ep is not installed", "install DeepEP, or remove it")

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.models import TrainConfig
 from megarl.model.shape import ModelShape
-from megarl.placement.flex_dispatcher import DISPATCHER, flex_errors
+from megarl.placement.flex_dispatcher import DISPATCHER, flex_device_errors, flex_errors
 from megarl.placement.overlaps import without_unused
 from megarl.placement.train_layout import TrainLayout
 
@@ -55,3 +55,18 @@ def test_an_auxiliary_model_without_an_exchange_drops_the_dispatcher(ep: int, ke
     train = TrainConfig(lr=1.0, megatron={DISPATCHER: "flex"})
     left = without_unused(train, SHAPE, replace(LAYOUT, ep=ep), trains=True).megatron
     assert (DISPATCHER in left) == kept
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "backend", "words"),
+    [
+        ("float32", "cpu", "hybridep", "only DeepEP has a stand-in on CPU; set it to deepep"),
+        ("float32", "cuda", "hybridep", "DeepEP sends bfloat16, not float32; remove it"),
+        ("bfloat16", "cuda", "deepep", "deep_ep is not installed; install DeepEP, or remove it"),
+    ],
+)
+def test_what_the_device_lacks_is_named(dtype: str, device: str, backend: str, words: str) -> None:
+    options = {DISPATCHER: "flex", "moe_flex_dispatcher_backend": backend}
+    train = TrainConfig(lr=1.0, megatron=options)
+    (error,) = flex_device_errors(train, dtype, device, lacks_deepep=device == "cuda")
+    assert words in str(error)
