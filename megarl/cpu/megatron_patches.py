@@ -22,8 +22,10 @@ from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import fused_a2a, moe_utils, token_dispatcher
 from torch import Tensor
+
+from megarl.cpu import deepep
 
 _CPU = torch.device("cpu")
 _IMPORTED_LATE = (
@@ -212,12 +214,28 @@ def stepping_with(adam: type[torch.optim.Optimizer]) -> Iterator[None]:
             setattr(module, name, value)
 
 
+def send_to_experts_without_deepep() -> None:
+    """Give Megatron's flex dispatcher the stand-in of DeepEP, which Megatron looks for as it imports the module."""
+    stand_ins = deepep.stand_in_modules()
+    installed = {name: sys.modules.pop(name) for name in stand_ins if name in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        importlib.reload(fused_a2a)
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+        sys.modules.update(installed)
+    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
+
+
 @functools.cache
 def patch_megatron(device: torch.device = _CPU) -> None:
     """Apply all patches, once per process, after the Megatron modules that are used have been imported.
 
     device: in place of the GPU; `meta` for modules that have shapes and no contents.
     """
+    send_to_experts_without_deepep()
     replace_torch_cuda(device)
     name_tensor_types_as_cuda()
     leave_tensors_where_they_are()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from megarl.parallel.model import (
 )
 from megarl.parallel.optimizer import optimizer_config, transformer_engine_error
 from megarl.parallel.options import option_errors
+from megarl.placement.flex_dispatcher import flex_device_errors
 from megarl.placement.recomputation import recompute_errors
 from megarl.placement.roles import Role
 from megarl.types import UserError
@@ -32,10 +34,12 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
     train = role.recipe.train
     shape = role.model.known_shape
     layout = role.layout
+    lacks_deepep = DEVICE == "cuda" and importlib.util.find_spec("deep_ep") is None
     errors = [
         *option_errors(train, fixed_field_names),
         *recompute_errors(train, shape),
         *role.overlap_errors(),
+        *flex_device_errors(train, role.recipe.model.dtype, device, lacks_deepep=lacks_deepep),
     ]
     if layout.max_cp > 1 and not errors:
         errors += _row_group_errors(train.megatron)

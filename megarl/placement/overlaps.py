@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.model.shape import ModelShape
+from megarl.placement.flex_dispatcher import DISPATCHER, is_flex
 from megarl.placement.recomputation import recomputed_parts
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 # another micro-batch's products beside the exchange with experts: Megatron's combined 1F1B
 PAIRED_PASSES = "overlap_moe_expert_parallel_comm"
 SHARED_EXPERTS = "moe_shared_expert_overlap"
-# Megatron's exchange with experts; `flex` is DeepEP
-DISPATCHER = "moe_token_dispatcher_type"
 # what a search sets in `train.megatron`: an exchange of which nothing is hidden, and then others
 PLAIN_EXCHANGE: dict[str, bool | str | None] = {
     PAIRED_PASSES: None,
@@ -52,9 +51,6 @@ def overlap_errors(
             yield UserError(f"train.megatron.{option}", problem, "remove it")
     if shape is None:
         return
-    if shape.num_experts and _lacks_peers(train, layout):
-        problem = "flex, and no tokens go to experts of other ranks: Megatron refuses it"
-        yield UserError(f"train.megatron.{DISPATCHER}", problem, f"remove it, or raise {branch}.ep")
     if options.get(PAIRED_PASSES):
         yield from _paired_errors(train, shape, layout, dtype, branch)
     if options.get(SHARED_EXPERTS):
@@ -70,15 +66,10 @@ def without_unused(
         unused.add(PAIRED_PASSES)
     if not shape.num_shared_experts:
         unused.add(SHARED_EXPERTS)
-    if _lacks_peers(train, layout):
+    if is_flex(train) and not (shape.num_experts and layout.ep * layout.etp > 1):
         unused.add(DISPATCHER)
     options = {key: value for key, value in train.megatron.items() if key not in unused}
     return train.model_copy(update={"megatron": options})
-
-
-def _lacks_peers(train: TrainConfig, layout: TrainLayout) -> bool:
-    """Whether experts have DeepEP's exchange, but no other ranks."""
-    return train.megatron.get(DISPATCHER) == "flex" and layout.ep * layout.etp == 1
 
 
 def _exchanges(shape: ModelShape, layout: TrainLayout) -> bool:
@@ -112,9 +103,8 @@ def _paired_errors(
     if train.megatron.get("moe_layer_recompute"):
         problem = "moe_layer_recompute is set too, and Megatron ignores it in the parts of a layer"
         yield UserError(where, problem, "remove one of them")
-    is_flex = train.megatron.get(DISPATCHER) == "flex"
     # with ETP experts read what is gathered from several ranks, which is not freed
-    if layout.ep == shape.num_experts and layout.etp == 1 and not is_flex:
+    if layout.ep == shape.num_experts and layout.etp == 1 and not is_flex(train):
         problem = "with one expert a rank Megatron frees its input, which the backward pass reads"
         dispatcher = "set train.megatron.moe_token_dispatcher_type to flex"
         hint = f"lower {branch}.ep below {layout.ep}, {dispatcher}, or remove it"

@@ -12,6 +12,7 @@ from megarl.model.hf_config import HfModel, read_model
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.flex_dispatcher import flex_errors
 from megarl.placement.overlaps import overlap_errors, without_unused
 from megarl.placement.recomputation import without_lacking
 from megarl.placement.train_layout import TrainLayout, fewest_ranks
@@ -204,10 +205,15 @@ class Role:
         return UserError(*texts)
 
     def overlap_errors(self) -> list[UserError]:
-        """The overlaps of exchanges and products that its ranks may not have."""
+        """The overlaps of exchanges and products, and the exchanges by DeepEP, that its ranks may not have."""
         dtype = self.recipe.model.dtype
         shape = self.model.known_shape
-        return overlap_errors(self.recipe.train, shape, self.layout, dtype, self.branch)
+        train = self.recipe.train
+        gpus_per_node = self.recipe.placement.gpus_per_node
+        return [
+            *overlap_errors(train, shape, self.layout, dtype, self.branch),
+            *flex_errors(train, shape, self.layout, gpus_per_node, self.branch),
+        ]
 
     def layout_errors(self, shape: ModelShape | None = None) -> list[UserError]:
         """What the layout does not divide, by this role's keys; shape: in place of that of a checkpoint not here."""

@@ -16,7 +16,7 @@ from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.parallel.option_values import has_bfloat16_moments
 from megarl.placement.engine_layout import EngineLayout
-from megarl.placement.overlaps import DISPATCHER
+from megarl.placement.flex_dispatcher import is_flex
 from megarl.placement.roles import Role, RoleName, Roles, resolve
 from megarl.plan.batch import RankWork, Samples, share_of
 from megarl.plan.candidates import Overlay
@@ -46,7 +46,7 @@ def needs_of(recipe: Recipe) -> Needs:
     engine = recipe.rollout.engine
     needs: dict[Need, bool] = {
         "fp8": engine.fp8,
-        "deepep": engine.experts == "deepep" or recipe.train.megatron.get(DISPATCHER) == "flex",
+        "deepep": engine.experts == "deepep" or is_flex(recipe.train),
         "draft": engine.draft > 0,
         "offload": recipe.train.optimizer_offload,
         "moments": not recipe.train.optimizer_offload

@@ -18,7 +18,8 @@ from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.option_values import has_bfloat16_moments
-from megarl.placement.overlaps import DISPATCHER, OTHER_EXCHANGES, PLAIN_EXCHANGE
+from megarl.placement.flex_dispatcher import DISPATCHER
+from megarl.placement.overlaps import OTHER_EXCHANGES, PLAIN_EXCHANGE
 from megarl.placement.roles import RoleName, resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
 from megarl.plan.candidates import (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rich.console import Console, RenderableType
 
 from megarl.config.loading import overlay_yaml
-from megarl.placement.overlaps import DISPATCHER
+from megarl.placement.flex_dispatcher import is_flex
 from megarl.placement.recomputation import recomputed_parts
 from megarl.plan.estimate import Need, needs_of
 from megarl.plan.layer_time import overlaps_of
@@ -132,7 +132,7 @@ def _train_words(plan: RunPlan) -> str:
     again = " + ".join(words) or "nothing"
     if len(words) > 2:  # the overlay names them
         again = f"{len(words)} parts"
-    deepep = " flex" if train.megatron.get(DISPATCHER) == "flex" else ""
+    deepep = " flex" if is_flex(train) else ""
     sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{deepep}{context}"
     overlap = "".join(
         f", {name.replace('_', ' ')} hidden" for name in sorted(overlaps_of(train.megatron))

@@ -16,7 +16,7 @@ import numpy as np
 from megarl.algos import ALGORITHMS, has_reference, hyperparameters_of
 from megarl.config import CheckpointConfig, Recipe
 from megarl.config.hardware import Hardware
-from megarl.placement.overlaps import DISPATCHER
+from megarl.placement.flex_dispatcher import is_flex
 from megarl.placement.recomputation import recomputed_parts
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.plan.batch import RankWork, Samples
@@ -281,15 +281,14 @@ def step_times(
     node = recipe.placement.gpus_per_node
     models: dict[RoleName, ComputingModel] = {}
     for role, size in sizes.items():
-        megatron = size.recipe.train.megatron
-        is_flex = megatron.get(DISPATCHER) == "flex"
-        overlaps = overlaps_of(megatron) if size.shape.num_experts else frozenset()
+        train = size.recipe.train
+        overlaps = overlaps_of(train.megatron) if size.shape.num_experts else frozenset()
         layers = RankLayers(
             shape=size.shape,
             layout=size.layout,
             hardware=hardware,
             gpus_per_node=node,
-            deepep=is_flex,
+            deepep=is_flex(train),
             overlaps=overlaps,
             ring_shares=shares[role].ring_shares,
         )

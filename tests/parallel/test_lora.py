@@ -25,7 +25,7 @@ from tests.parallel.gradients import (
     whole,
 )
 from tests.parallel.precision import within
-from tests.parallel.test_parity import LAYOUTS, LOSSES, RECOMPUTE, in_pairs
+from tests.parallel.test_parity import FLEX, LAYOUTS, LOSSES, RECOMPUTE, in_nodes_of_two, in_pairs
 from tests.parallel.worlds import (
     ragged,
     recipe,
@@ -295,3 +295,13 @@ def hf_gradient(folder: Path) -> tuple[float, Tensors]:
     )
     loss.backward()
     return loss.item(), gradient_of(model, folder)
+
+
+def test_tokens_go_to_experts_as_by_deepep(paths: Any, one_rank: Any) -> None:
+    """Each expert on two ranks, over two nodes."""
+    family, layout = "deepseek-v3", LAYOUTS["tp2 ep2 etp2"]
+    run_recipe = lora_recipe(
+        paths[family], layout, grad_clip=1.0, weight_decay=0.1, **LOSSES, megatron=FLEX
+    )
+    ranks = run_world(run_recipe, in_nodes_of_two, adapters.train)
+    check(ranks, layout, one_rank[family])

@@ -296,6 +296,29 @@ def test_parts_are_computed_again_in_pairs_of_passes(one_rank: dict[str, Any]) -
     check(run_world(paired, in_pairs, train), layout, expected)
 
 
+FLEX: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
+
+
+def in_nodes_of_two(trainer: Any, work: Callable[..., Any], *args: Any) -> Any:
+    """With DeepEP's stand-in, for which two neighbours of a group are a node."""
+    from megarl.cpu.deepep import Buffer
+
+    before = Buffer.sent.over_nvlink
+    with patch.object(Buffer, "ranks_per_node", 2):
+        results = work(trainer, *args)
+    assert Buffer.sent.over_nvlink > before
+    return results
+
+
+@pytest.mark.parametrize("name", ["ep2", "tp2 ep4", "tp2 ep2 etp2", "tp2 vpp2 cp2 ep2"])
+def test_tokens_go_to_experts_as_by_deepep(one_rank: dict[str, Any], name: str) -> None:
+    """Over two nodes where there are four ranks with experts, of DeepSeek-V3 with multi-token prediction."""
+    layout = LAYOUTS[name]
+    path, expected = one_rank["deepseek-v3"]
+    work = partial(in_nodes_of_two, work=train)
+    check(run(path, "deepseek-v3", layout, work, megatron=FLEX), layout, expected)
+
+
 @pytest.mark.parametrize("name", ["ep2", "tp2 vpp2 ep2"])
 def test_shared_experts_run_beside_an_exchange(one_rank: dict[str, Any], name: str) -> None:
     """Unverified on a GPU.

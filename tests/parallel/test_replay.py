@@ -22,7 +22,7 @@ from tests.parallel.gradients import (
     uneven_part,
 )
 from tests.parallel.precision import within
-from tests.parallel.test_parity import RECOMPUTE, in_pairs
+from tests.parallel.test_parity import FLEX, RECOMPUTE, in_nodes_of_two, in_pairs
 from tests.parallel.worlds import (
     assigned,
     numbers,
@@ -178,3 +178,17 @@ def test_the_old_policys_experts_undo_a_perturbed_router(
     assert np.abs(plain - before).max() > 0.1, "plain recomputation takes other experts"
     np.testing.assert_allclose(replayed, before, atol=within(1e-5))
     assert last["sums"]["differing_choices"] > 0.1 * last["sums"]["replayed_choices"]
+
+
+def test_tokens_go_to_replayed_experts_as_by_deepep(
+    path: Path, family: str, one_rank: dict[str, Any]
+) -> None:
+    """Megarl's replay above DeepEP's stand-in, over two nodes."""
+    layout = TrainLayout(4, 2, 1, 4)
+    flex = recipe(path, layout, aux_loss=0.02, megatron=FLEX)
+    ranks = run_world(flex, in_nodes_of_two, replay_engine, family)
+    for rank in ranks:
+        assert rank["choices"] == ranks[0]["choices"]
+        for metrics, reference in zip(rank["metrics"], one_rank["metrics"], strict=True):
+            assert metrics == pytest.approx(reference, rel=within(1e-4))
+    check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])

@@ -10,7 +10,6 @@ import pytest
 from megarl.config.models import TrainConfig
 from megarl.model.shape import ModelShape
 from megarl.placement.overlaps import (
-    DISPATCHER,
     PAIRED_PASSES,
     SHARED_EXPERTS,
     overlap_errors,
@@ -115,17 +114,6 @@ def test_an_auxiliary_model_has_the_overlaps_of_its_exchanges(
     train = TrainConfig(lr=1.0, megatron={PAIRED_PASSES: True, SHARED_EXPERTS: True, **others})
     left = without_unused(train, shape, replace(LAYOUT, ep=ep), trains=trains).megatron
     assert left == dict.fromkeys(kept, True) | others
-
-
-def test_deepep_needs_other_ranks_and_is_left_out_of_an_auxiliary_model_without_them() -> None:
-    alone = replace(LAYOUT, ep=1)
-    options = {DISPATCHER: "flex"}
-    train = TrainConfig(lr=1.0, megatron=options)
-    (error,) = overlap_errors(train, SHAPE, alone, "bfloat16", "train")
-    assert str(error).startswith(f"train.megatron.{DISPATCHER}: flex, and no tokens go to")
-    assert not overlap_errors(train, SHAPE, replace(alone, expert_tp=2), "bfloat16", "train")
-    assert without_unused(train, SHAPE, alone, trains=True).megatron == {}
-    assert without_unused(train, SHAPE, LAYOUT, trains=True).megatron == options
 
 
 @pytest.mark.parametrize(
