@@ -135,7 +135,7 @@ def summary_of(group: SampleGroup) -> GroupSummary:
         prompt_text=group.prompt.text,
         answer=group.prompt.answer,
         responses=tuple("word" * sample.num_trained for sample in group.samples),
-        rows=tuple(row_summaries(sample) for sample in group.samples),
+        rows=tuple(row_summaries(sample, group.prompt) for sample in group.samples),
         finished_G=np.ones(len(group.samples), np.bool_),
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,

@@ -50,6 +50,7 @@ class Vocabulary:
             self._hidden,
             self._weight,
             self._labels,
+            places_T=None,
             vocab_size=len(self._weight),
             group=_group(),
             **self._chunk,

@@ -66,7 +66,7 @@ def every_case(rank: int, meet: Address) -> list[tuple[np.ndarray, ...]]:
         rows = weight.chunk(size)[rank % size].clone().requires_grad_()
         limits = {"vocab_size": vocab, "chunk_bytes": chunk_bytes, "kept_bytes": kept}
         results = hidden_logprobs(
-            rank_hidden, rows, labels, group=groups[size], temperature=temperature, **limits
+            rank_hidden, rows, labels, None, group=groups[size], temperature=temperature, **limits
         )
         loss = sum((result * by).sum() for result, by in zip(results, weights, strict=True))
         assert isinstance(loss, torch.Tensor)
