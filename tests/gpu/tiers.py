@@ -39,6 +39,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/resharding/test_verify.py",
         "tests/resharding/test_end_to_end.py",
         "tests/gpu/test_peer_copy.py",
+        "tests/gpu/test_silent.py",
         "tests/rollout/sglang/test_peer_copy.py",
         "tests/rollout/sglang/test_deepep.py",
         "tests/rollout/sglang/test_nodes.py",

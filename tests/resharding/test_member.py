@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,26 +16,23 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megarl.placement.engine_layout import EngineLayout
 from megarl.recovery.suspicion import Suspicion
 from megarl.resharding import member, transport
-from megarl.resharding.agreement import Agreement, StageFailed
-from megarl.resharding.member import _COMMON_SETTINGS, Member, exchange_suspects
+from megarl.resharding.agreement import StageFailed
+from megarl.resharding.member import Member, exchange_suspects
 from megarl.resharding.transport import ConnectionBroken, PeerCheck, PeersSilent
+from tests.resharding.bare_members import BarePlan, bare_member
 
 CUT_OFF = 2  # the member that the others do not reach
 NUM_MEMBERS = 3
 
 
-class Plan:
-    """Stands for the plan of a member, whose messages all come from the one that is cut off."""
+class Plan(BarePlan):
+    """Of a member whose messages all come from the one that is cut off."""
 
     def __init__(self, number: int, left: dict[int, Event]) -> None:
         """left: of the other members."""
+        super().__init__(number, NUM_MEMBERS)
         self._number = number
         self._left = left
-        self.seconds = 0.0
-        self.streams = SimpleNamespace(rounds_needed=lambda _: [1, 1], digest=0)
-
-    def executor(self, rounds: list[int], targets: object) -> Plan:
-        return self
 
     def run(self, group: Any, timeout_s: float, ask: PeerCheck) -> int:
         if self._number == CUT_OFF:
@@ -49,19 +45,8 @@ class Plan:
         raise AssertionError("nothing was sent")
 
 
-def made(store: Store, number: int, plan: Plan) -> Member:
-    bare: Any = Member.__new__(Member)
-    settings = dict.fromkeys(_COMMON_SETTINGS, None) | {"round_bytes": 1}
-    prefixed = PrefixStore("reshard/run/weights", store)
-    bare.session = SimpleNamespace(
-        member=number, num_members=NUM_MEMBERS, timeout_s=60.0, **settings
-    )
-    bare.payload = SimpleNamespace(check=lambda _: None, begin=lambda _: None)
-    bare.planner = plan
-    bare._store = prefixed
-    bare._agreement = Agreement(prefixed, number, NUM_MEMBERS, 60.0)
-    bare._group = None
-    return bare
+def made(store: Store, number: int, left: dict[int, Event]) -> Member:
+    return bare_member(store, number, NUM_MEMBERS, Plan(number, left))
 
 
 def test_a_broken_connection_to_a_member_that_has_left_is_no_failure_of_its_own(
@@ -70,7 +55,7 @@ def test_a_broken_connection_to_a_member_that_has_left_is_no_failure_of_its_own(
     """Who leaves says whom it suspects, and closes its connections then. One that sends nothing in time is another."""
     monkeypatch.setattr(member, "_LEAVING_S", 0.01)
     store = HashStore()
-    first, second, _ = (made(store, number, Plan(number, {})) for number in range(NUM_MEMBERS))
+    first, second, _ = (made(store, number, {}) for number in range(NUM_MEMBERS))
     broken, late = ConnectionBroken("closed by peer", [0]), PeersSilent("timed out", [0])
     assert second._suspects("1/done", broken) == [0, 1]
     first._agreement.refuse("1/done", "waits in vain", [CUT_OFF, 0])
@@ -96,7 +81,7 @@ def test_a_member_that_reaches_nobody_is_given_up_after_two_attempts(
     monkeypatch.setattr(transport, "PEER_CHECK_S", 60.0)
     store = HashStore()
     left = {number: Event() for number in range(NUM_MEMBERS) if number != CUT_OFF}
-    members = [made(store, number, Plan(number, left)) for number in range(NUM_MEMBERS)]
+    members = [made(store, number, left) for number in range(NUM_MEMBERS)]
 
     def fail(failing: Member, attempt: int) -> None:
         with pytest.raises(RuntimeError):
