@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.device import DEVICE, join_store
+from megarl.device import DEVICE, Address, join_store
 from megarl.resharding import transport
 from megarl.resharding.transport import PeerCheck, batch, poll, settle, wait
 from tests.resharding.bare_members import BarePlan, bare_member
@@ -46,7 +46,7 @@ class Plan(BarePlan):
 class Exchanging:
     """number: of the member, and with GPUs of its own GPU."""
 
-    def __init__(self, number: int, meet: str) -> None:
+    def __init__(self, number: int, meet: Address) -> None:
         if DEVICE == "cuda":
             torch.cuda.set_device(number)
         # the others wait for themselves, and are not told by the first that has waited in vain
