@@ -36,9 +36,8 @@ from megarl.types.remote import RemoteCall
 Ref = ray.ObjectRef
 SHARES = 4  # actors that share a GPU slot
 _ERROR_LETTERS = 20_000
-_DIRECT_BYTES = (
-    100 * 1024
-)  # RAY_max_direct_call_object_size: a smaller result comes with the answer to its call
+# RAY_max_direct_call_object_size: a smaller result comes with the answer to its call
+_DIRECT_BYTES = 100 * 1024
 _FETCH_S = 10.0  # for an error of another node
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 _CALLS = 2**20

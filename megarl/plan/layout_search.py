@@ -7,6 +7,7 @@ The seconds of a reshard are known only then: they are a thousandth of a step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ from megarl.preflight.layout_checks import reshard_errors
 from megarl.types import UserError
 
 Side = Literal["engine", "train", "both"]
+# whether AdamW is on the host, and whether its moments are in bfloat16
+_OptimizerState = tuple[bool, bool]
 ENGINE_PHASES = frozenset({"rollout", "reshard"})  # whose memory the engines decide
 _COMBINED = 3  # candidates of each kind that are combined with those of the other side
 _TRIED = 60  # training layouts of each kind whose memory is counted in full, the fastest first
@@ -198,12 +201,10 @@ def _best_trains(
         for variant in train_variants(estimator.recipe, layout)
     ]
     plain = _roughly(estimator, variants)
-    by_kind: dict[tuple[bool, bool, bool], list[Overlay]] = {}
+    by_kind: dict[tuple[_OptimizerState, bool], list[Overlay]] = {}
     for _, overlay in sorted([*plain, *_with_others(estimator, plain)], key=itemgetter(0)):
-        train = overlay["train"]
-        has_halves = has_bfloat16_moments(train.get("optimizer", {}))
-        is_flex = train["megatron"][DISPATCHER] == "flex"
-        kind = (train["optimizer_offload"], has_halves, is_flex)
+        has_flex = overlay["train"]["megatron"][DISPATCHER] == "flex"
+        kind = (_optimizer_state(overlay), has_flex)
         by_kind.setdefault(kind, []).append(overlay)
     best: list[Overlay] = []
     for overlays in by_kind.values():
@@ -225,20 +226,25 @@ def _roughly(estimator: Estimator, overlays: Iterable[Overlay]) -> list[tuple[fl
     return sorted(kept, key=itemgetter(0))
 
 
+def _optimizer_state(overlay: Overlay) -> _OptimizerState:
+    train = overlay["train"]
+    return train["optimizer_offload"], has_bfloat16_moments(train.get("optimizer", {}))
+
+
 def _with_others(
     estimator: Estimator, plain: Sequence[tuple[float, Overlay]]
 ) -> list[tuple[float, Overlay]]:
     """As `_roughly`, with other exchanges with experts, those layouts that could be tried however much is saved."""
-    slowest_s: dict[bool, float] = {}
-    for offloads in (False, True):
-        seconds = [
-            each for each, overlay in plain if overlay["train"]["optimizer_offload"] == offloads
-        ]
-        slowest_s[offloads] = max(seconds[:_TRIED], default=0.0) / (1 - _MOST_SAVED)
+    seconds_of: defaultdict[_OptimizerState, list[float]] = defaultdict(list)
+    for seconds, overlay in plain:
+        seconds_of[_optimizer_state(overlay)].append(seconds)
+    slowest_s = {
+        state: max(seconds[:_TRIED]) / (1 - _MOST_SAVED) for state, seconds in seconds_of.items()
+    }
     overlays = [
         with_exchange(overlay, options)
         for seconds, overlay in plain
-        if seconds <= slowest_s[overlay["train"]["optimizer_offload"]]
+        if seconds <= slowest_s[_optimizer_state(overlay)]
         for options in OTHER_EXCHANGES
     ]
     return _roughly(estimator, overlays)
