@@ -344,6 +344,9 @@ def _joined(models: Iterable[str]) -> str:
     return " and ".join(models).replace("_", " ")
 
 
+_FOLDED = ("of what", "engines", "training ranks")  # columns of words
+
+
 def empty_table(title: str, *columns: str) -> Table:
     """Heads have their line ends, so that a page of 80 columns need not cut figures; columns of words may be folded."""
     table = Table(
@@ -355,7 +358,7 @@ def empty_table(title: str, *columns: str) -> Table:
         padding=(0, 1, 0, 0),
     )
     for place, column in enumerate(columns):
-        folds = column == "of what"
+        folds = column in _FOLDED
         table.add_column(
             column, justify="right" if place and not folds else "left", no_wrap=not folds
         )

@@ -131,13 +131,13 @@ def _train_words(plan: RunPlan) -> str:
     ]
     again = " + ".join(words) or "nothing"
     if len(words) > 2:  # the overlay names them
-        again = f"{len(words)} parts"
+        again = f"{len(words)} parts of layers"
     deepep = " flex" if is_flex(train) else ""
     sizes = f"tp {layout.tp}, pp {layout.pp}{virtual}, ep {layout.ep}{deepep}{context}"
     overlap = "".join(
         f", {name.replace('_', ' ')} hidden" for name in sorted(overlaps_of(train.megatron))
     )
-    return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} again{overlap}"
+    return f"{sizes}; {train.tokens_per_micro_batch:,} tokens, {again} recomputed{overlap}"
 
 
 def search_json(result: SearchResult) -> JsonObject:
