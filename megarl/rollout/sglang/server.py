@@ -249,5 +249,7 @@ def private_ports(entry: SchedulerEntry) -> PortArgs:
         metrics_ipc_name=address("metrics"),
         tokenizer_worker_ipc_name=None,
         decoupled_spec_ipc_config=None,
+        # bound by engines of several nodes
+        load_collector_ipc_name=address("loads"),
         instance_id=entry.directory.name,
     )

@@ -22,6 +22,7 @@ from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.rollout.sglang.relay import new_endpoint
 from megarl.types.sampling import Sampling
+from tests.leftovers import shared_files
 from tests.rollout.sglang.test_engine import PROMPTS, TOLERANCE, sample_all, worst_diff
 from tests.rollout.sglang.test_peer_copy import Pair, empty_engine
 from tests.tiny_engines import tiny_settings
@@ -42,6 +43,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
+    files = shared_files()
     store = host_store(120)
     first = NodeSpan(2, 0, address_of(store), new_endpoint())
     second = replace(first, node=1, endpoint=first.endpoint.without_secret)
@@ -60,6 +62,8 @@ def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nod
         engine = build_engine(2, 2, dp=2, span=first)
         yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
         engine.shutdown()
+        # SGLang's socket for the loads of all nodes, which no other test has
+        assert not [path for path in shared_files() - files if "load_collector" in path]
     finally:
         part.kill()
         part.wait()
