@@ -19,7 +19,7 @@ from megarl.cluster.deadline import ENOUGH_ALIKE, Deadline
 from megarl.cluster.ray_session import Cluster
 from megarl.printable import Say
 from megarl.recovery.restarts import Restarts
-from megarl.recovery.state_keeper import CopyName
+from megarl.recovery.state_keeper import CopyCost, CopyName
 from megarl.types import Metrics
 
 _LOOK_S = 1.0
@@ -73,7 +73,6 @@ class _Begun:
     """A generation that is being copied. first: from the ranks; second: from keeper to keeper."""
 
     generation: Generation
-    began_s: float
     first: list[_CopyCall] = field(default_factory=list)
     second: list[_CopyCall] = field(default_factory=list)
 
@@ -131,7 +130,7 @@ class StateCopies:
         if not self._have_keepers():
             return
         generation = Generation(step, version, {rank.name: frozenset() for rank in ranks})
-        begun = _Begun(generation, time.monotonic())
+        begun = _Begun(generation)
         for rank in ranks:
             name = CopyName(rank.name, step)
             node = self._node_of(rank)
@@ -140,7 +139,7 @@ class StateCopies:
             begun.first.append(_CopyCall(first, rank.name, node))
             following = (node + 1) % len(self._first_slots)
             if following != node:
-                # Ray sends this call when its argument is there, the size, and so when the first copy is whole
+                # Ray sends this call when its argument is there, the cost, and so when the first copy is whole
                 second = self._keepers[following].call("take_second", name, keeper.peer, first)
                 begun.second.append(_CopyCall(second, rank.name, following))
         self._taking = begun
@@ -152,7 +151,7 @@ class StateCopies:
             return {}
         self._taking = None
         began_s = time.monotonic()
-        self._await(begun, begun.first)
+        self._await(begun.first)
         waited_s = time.monotonic() - began_s
         generation = self._with_copies(begun.generation, begun.first)
         if not generation.is_usable:
@@ -162,8 +161,8 @@ class StateCopies:
         self._spreading = begun
         if not begun.second:
             self._settle_second()
-        sizes = self._cluster.gather({call.ref: call.rank for call in begun.first})
-        return {"recovery/copy_bytes": sum(sizes), "recovery/copy_wait_s": waited_s}
+        num_bytes = sum(cost.num_bytes for cost in self._costs(begun.first))
+        return {"recovery/copy_bytes": num_bytes, "recovery/copy_wait_s": waited_s}
 
     def _settle_second(self) -> None:
         """Wait for the copies between keepers; earlier generations are freed then."""
@@ -171,7 +170,7 @@ class StateCopies:
         if begun is None:
             return
         self._spreading = None
-        self._await(begun, begun.second)
+        self._await(begun.second)
         # as it is now: a keeper may have been lost meanwhile
         generation = self._with_copies(self._generations[0], begun.second)
         if generation.is_usable:
@@ -279,16 +278,20 @@ class StateCopies:
                 self._cluster.loss_log.is_back(name)
         return len(self._keepers) == len(self._first_slots)
 
-    def _await(self, begun: _Begun, calls: Sequence[_CopyCall]) -> None:
+    def _costs(self, calls: Sequence[_CopyCall]) -> list[CopyCost]:
+        """Of copies that were made."""
+        return self._cluster.gather({call.ref: call.rank for call in calls})
+
+    def _await(self, calls: Sequence[_CopyCall]) -> None:
         self._await_all(
             {call.ref: f"copy of {call.rank}" for call in calls},
             {call.ref: call.node for call in calls},
             self._deadline.limit_s,
         )
         # how long one that fails takes says nothing of the others
-        if not any(failure(call.ref) for call in calls):
-            # nobody waited for it at first: it may have taken so long
-            self._deadline.observe(time.monotonic() - begun.began_s)
+        if calls and not any(failure(call.ref) for call in calls):
+            # what the keepers say: since the copies began nobody may have waited for them
+            self._deadline.observe(max(cost.seconds for cost in self._costs(calls)))
 
     def _await_all(
         self, calls: Mapping[Ref, str], nodes: Mapping[Ref, int], limit_s: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
@@ -27,6 +28,14 @@ class CopyName:
     generation: int
 
 
+@dataclass(frozen=True)
+class CopyCost:
+    """The bytes of a copy, and how long it took its keeper."""
+
+    num_bytes: int
+    seconds: float
+
+
 @dataclass
 class _KeptCopy:
     """The state of a rank as bytes, and its small parts. is_whole: all of it has come."""
@@ -45,22 +54,25 @@ class StateKeeper:
     def __init__(self) -> None:
         self._copies: dict[CopyName, _KeptCopy] = {}
 
-    async def take(self, name: CopyName, rank: Peer) -> int:
-        """Copy the state of a rank, which must not compute meanwhile; the bytes.
+    async def take(self, name: CopyName, rank: Peer) -> CopyCost:
+        """Copy the state of a rank, which must not compute meanwhile.
 
         Raises MemoryError where this node has no room, and what the rank raises.
         """
+        began_s = time.monotonic()
         num_bytes, small = await rank.call("begin_copy")
         copy = self._new(name, num_bytes, small)
         await self._fill(copy, lambda start, end: rank.call("copied_bytes", start, end))
         await rank.call("end_copy")
-        return num_bytes
+        return CopyCost(num_bytes, time.monotonic() - began_s)
 
-    async def take_second(self, name: CopyName, keeper: Peer, num_bytes: int) -> None:
-        """Copy what another keeper has, all of whose `num_bytes` bytes have come. Raises as `take`."""
+    async def take_second(self, name: CopyName, keeper: Peer, first: CopyCost) -> CopyCost:
+        """Copy what another keeper has, all of whose bytes have come, at the cost `first`. Raises as `take`."""
+        began_s = time.monotonic()
         small = await keeper.call("small", name)
-        copy = self._new(name, num_bytes, small)
+        copy = self._new(name, first.num_bytes, small)
         await self._fill(copy, lambda start, end: keeper.call("part", name, start, end))
+        return CopyCost(first.num_bytes, time.monotonic() - began_s)
 
     def _new(self, name: CopyName, num_bytes: int, small: bytes) -> _KeptCopy:
         available = psutil.virtual_memory().available

@@ -21,7 +21,7 @@ from megarl.cluster.ray_session import Cluster
 from megarl.recovery import state_copies
 from megarl.recovery.restarts import Restarts
 from megarl.recovery.state_copies import CopiesLost, Generation, StateCopies
-from megarl.recovery.state_keeper import CHUNK_BYTES
+from megarl.recovery.state_keeper import CHUNK_BYTES, CopyCost
 from megarl.types.losses import Losses
 
 TARGET = "tests.recovery.copied_rank:CopiedRank"
@@ -65,11 +65,11 @@ class Session:
         self.asked.append([worker.name for worker in workers])
         return [worker for worker in workers if worker.slot in self.dead]
 
-    def gather(self, calls: dict[Any, str]) -> list[int]:
+    def gather(self, calls: dict[Any, str]) -> list[CopyCost]:
         for call in calls:
             if isinstance(call, WorkerFailed):
                 raise call
-        return [1] * len(calls)
+        return [CopyCost(num_bytes=1, seconds=3.0)] * len(calls)
 
     def end(self, worker: Any) -> None: ...
 
@@ -194,7 +194,10 @@ def test_calls_that_fail_ask_once_whether_their_keepers_have_ended(
 def test_the_limit_of_copies_is_learnt_from_their_time_and_is_that_of_copies_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not from the wait for them, which is short behind a long rollout; a state is given back in its own time."""
+    """Not from the wait for them, which is short behind a long rollout, nor from how long that was.
+
+    A state is given back in its own time.
+    """
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(state_copies, "failure", lambda _: None)
     monkeypatch.setattr(state_copies, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -205,10 +208,10 @@ def test_the_limit_of_copies_is_learnt_from_their_time_and_is_that_of_copies_alo
     ranks: Any = [SimpleNamespace(name="rank 0", slot=0, peer=None)]
     for step in range(1, 5):
         copies.begin(step, step, ranks)
-        clock.now += 3.0
+        clock.now += 100.0
         copies.settle()
     # before each copy it is waited for the start of keepers, behind it for the copies between them
-    assert limits[1::3] == [600.0, 600.0, 30.0, 30.0]
+    assert limits[1::3] == [600.0, 600.0, 600.0, 15.0]
     assert set(limits[0::3]) == {600.0}
     assert copies.newest
     copies.restore(copies.newest, ranks)
