@@ -24,6 +24,7 @@ from ray.experimental.locations import get_local_object_locations
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.deadline import Deadline
+from megarl.cluster.processes import StoppedRaylet
 from megarl.cluster.stillness import Stillness, threads, work_of
 from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_errors
@@ -107,9 +108,13 @@ class _Shell:
         self._stillness = Stillness()
         # what Ray's own threads do is no progress, nor what this event loop does
         self._spared_threads: list[int] = []
+        # on another node than the controller's, which watches the raylet there
+        self._stopped_raylet: StoppedRaylet | None = None
 
     async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
         self._spared_threads = threads()
+        if ray.util.get_node_ip_address() != host:
+            self._stopped_raylet = StoppedRaylet(os.getppid())
         use_network(host)
         use_sglang_nccl_settings()
         _enter(folder)
@@ -154,6 +159,8 @@ class _Shell:
 
     async def pulse(self) -> Pulse:
         # on the event loop, so that it answers while the thread is busy
+        if self._stopped_raylet:
+            self._stopped_raylet.look()
         return Pulse(os.getpid(), self._is_made.is_set(), self._still_s())
 
     def _still_s(self) -> float:

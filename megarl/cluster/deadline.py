@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-_FACTOR = 10.0  # of the longest silence that has ended
+_FACTOR = 5.0  # of the longest silence that has ended
 _ENOUGH = 20  # silences that have ended: with fewer nothing is known
 ENOUGH_ALIKE = 3  # the same where each is that of the same work, which every step does once
 
 
 class Deadline:
-    """A limit between a floor and a ceiling: ten times the longest silence that has ended in this run.
+    """A limit between a floor and a ceiling: five times the longest silence that has ended in this run.
 
     ceiling_s: the limit while little is known (run.timeout_s). floor_s: however short all silences were. enough: so
     many have to have ended before the limit is less than the ceiling.
     """
 
-    def __init__(self, ceiling_s: float, floor_s: float = 10.0, enough: int = _ENOUGH) -> None:
+    def __init__(self, ceiling_s: float, floor_s: float = 8.0, enough: int = _ENOUGH) -> None:
         self.ceiling_s = ceiling_s
         self._floor_s = floor_s
         self._enough = enough

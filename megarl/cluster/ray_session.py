@@ -96,7 +96,7 @@ class Cluster(Calls):
             # Ray's own handler would end this process without cleaning up
             signal.signal(signal.SIGTERM, on_sigterm)
             socket = _raylet_socket()
-            self._servers = processes.RayServers(socket, self._timeout_s)
+            self._servers = processes.RayServers(socket, min(self._timeout_s, processes.STOPPED_S))
             losses = self.loss_log.file
             note_session(socket, losses=losses)
             self._take_slots()

@@ -98,7 +98,7 @@ def test_an_owner_is_told_once_of_a_worker_all_of_whose_watches_end(
 
 @pytest.mark.parametrize(
     ("silence_s", "is_stopped", "told"),
-    [(10.0, True, ["watch"]), (10.0, False, []), (9.0, True, [])],
+    [(6.0, True, ["watch"]), (6.0, False, []), (5.0, True, [])],
 )
 def test_a_worker_that_a_signal_stops_while_it_starts_is_not_given_the_time_of_a_start(
     monkeypatch: pytest.MonkeyPatch, silence_s: float, is_stopped: bool, told: list[str]

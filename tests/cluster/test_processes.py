@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
+from megarl.cluster import processes
 from megarl.cluster.processes import interrupts_ignored, remove_counters
 
 _ORPHAN = """
@@ -89,3 +92,24 @@ def test_the_first_sigusr1_is_noted_and_the_second_ends_as_sigterm_does():
         [sys.executable, "-c", _NOTED], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["True", "False", "True"], done.stderr
+
+
+def test_a_raylet_is_ended_once_a_signal_has_stopped_it_for_long_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look after a long time, in which this process was suspended, says little."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    with subprocess.Popen(["sleep", "603"]) as raylet:
+        stopped = processes.StoppedRaylet(raylet.pid)
+        clock.now_s += 100.0
+        stopped.look()
+        raylet.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, raylet.pid, os.WSTOPPED | os.WNOWAIT)
+        clock.now_s += 100.0
+        stopped.look()
+        assert processes.is_stopped(raylet.pid)
+        for _ in range(4):
+            clock.now_s += 1.0
+            stopped.look()
+        assert raylet.wait() == -signal.SIGKILL

@@ -112,7 +112,7 @@ class Looks:
 def test_one_that_moves_is_the_progress_of_all() -> None:
     looks = Looks(20)
     assert not looks.is_overdue(0.0, 500.0)
-    assert looks.is_overdue(10.0, 500.0)
+    assert looks.is_overdue(8.0, 500.0)
 
 
 def test_little_is_known_at_first() -> None:
@@ -125,13 +125,13 @@ def test_a_standstill_that_has_ended_raises_the_limit() -> None:
     looks = Looks(20)
     looks.is_overdue(3.0)
     looks.is_overdue(0.0)
-    assert not looks.is_overdue(29.0)
-    assert looks.is_overdue(30.0)
+    assert not looks.is_overdue(14.0)
+    assert looks.is_overdue(15.0)
 
 
 def test_a_standstill_that_a_loss_has_ended_does_not() -> None:
     looks = Looks(20)
-    assert looks.is_overdue(10.0)
+    assert looks.is_overdue(8.0)
     looks.forget()
     assert not looks.is_overdue(500.0), "it was still before, because of the one that is lost"
     looks.is_overdue(0.0)

@@ -128,7 +128,7 @@ def test_who_is_stopped_is_named_before_its_peers(
         pass
     lines = looks(standstill, clock, sleepers, BOUND_S + PEERS_S - 2)
     assert set(lines) == {
-        f"engine scheduler 5 (pid {sleepers[1].pid}) was stopped by a signal, 10 s ago"
+        f"engine scheduler 5 (pid {sleepers[1].pid}) was stopped by a signal, 6 s ago"
     }
 
 
