@@ -17,6 +17,8 @@ _USES_GPU = torch.cuda.is_available() and os.environ.get(DEVICE_VARIABLE) != "cp
 DEVICE = "cuda" if _USES_GPU else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 LOOPBACK = "127.0.0.1"
+# So many neighbours of a process group are one node to DeepEP (its NUM_MAX_NVL_PEERS), wherever they are.
+DEEPEP_NODE_RANKS = 8
 
 
 def gpu_name() -> str:

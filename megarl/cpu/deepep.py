@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NVLINK_PEERS = 8  # DeepEP's NUM_MAX_NVL_PEERS
+from megarl.device import DEEPEP_NODE_RANKS
 
 
 @dataclass
@@ -74,7 +74,7 @@ class EventOverlap:
 class Buffer:
     """The calls that Megatron's fused_a2a.py makes. ranks_per_node: neighbours of a group that count as a node."""
 
-    ranks_per_node: ClassVar[int] = NVLINK_PEERS
+    ranks_per_node: ClassVar[int] = DEEPEP_NODE_RANKS
     sent: ClassVar[Sent] = Sent()
 
     def __init__(

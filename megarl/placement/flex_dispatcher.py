@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.device import DEEPEP_NODE_RANKS
 from megarl.model.shape import ModelShape
-from megarl.placement.train_layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout, nearest
 from megarl.types import UserError
 from megarl.types.listed import ErrorIterator, listed
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from megarl.config.models import TrainConfig
 
 DISPATCHER = "moe_token_dispatcher_type"
-_NODE_RANKS = 8  # DeepEP's NUM_MAX_NVL_PEERS: so many neighbours of a group are a node to it
+# the sizes of groups in the tables of DeepEP's Buffer.get_dispatch_config and get_combine_config
+GROUP_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 _DROPS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
 
 
@@ -30,24 +32,24 @@ def flex_errors(
     train: TrainConfig,
     shape: ModelShape | None,
     layout: TrainLayout,
+    slots: range,
     gpus_per_node: int,
     branch: str,
 ) -> ErrorIterator:
-    """Of ranks with a model of this shape in this layout, whose sizes are in a branch of the recipe."""
+    """Of ranks on these slots with a model of this shape in this layout, whose sizes are in a branch of the recipe."""
     if not is_flex(train):
         return
     where = f"train.megatron.{DISPATCHER}"
     ranks = layout.ep * layout.etp
-    if shape is not None and (ranks == 1 or not shape.num_experts):
+    if ranks == 1 or (shape is not None and not shape.num_experts):
         yield UserError(where, "flex, but no tokens go to experts of other ranks", "remove it")
-    if ranks > _NODE_RANKS and ranks % _NODE_RANKS:
-        problem = (
-            f"flex, but DeepEP takes up to {_NODE_RANKS} ranks or a multiple of it, not {ranks}"
-        )
-        yield UserError(where, problem, f"set {branch}.ep to another size, or remove it")
-    elif min(ranks, _NODE_RANKS) > gpus_per_node:
-        problem = f"flex, but DeepEP takes {min(ranks, _NODE_RANKS)} neighbours for one node, of {gpus_per_node} GPUs"
-        yield UserError(where, problem, f"lower {branch}.ep, or remove it")
+    elif ranks not in GROUP_SIZES:
+        product = f"{branch}.ep x {branch}.etp is {ranks}"
+        problem = f"flex, but {product}, and DeepEP takes {', '.join(map(str, GROUP_SIZES))} ranks"
+        hint = f"set {branch}.ep so that it is {nearest(ranks, [*GROUP_SIZES])}, or remove it"
+        yield UserError(where, problem, hint)
+    else:
+        yield from _node_errors(min(ranks, DEEPEP_NODE_RANKS), slots, gpus_per_node, branch)
     router = train.megatron.get("moe_router_dtype", "fp32")
     if router != "fp32":
         problem = f"{router}, but DeepEP takes weights of experts in fp32"
@@ -58,6 +60,22 @@ def flex_errors(
                 "set, but tokens that are dropped were never compared with one rank above flex"
             )
             yield UserError(f"train.megatron.{option}", problem, "remove it")
+
+
+def _node_errors(neighbours: int, slots: range, gpus_per_node: int, branch: str) -> ErrorIterator:
+    """The first ranks that DeepEP takes for one node by their numbers in the group, and that are on two."""
+    for first in slots[::neighbours]:
+        last = first + neighbours - 1
+        if first // gpus_per_node == last // gpus_per_node:
+            continue
+        taken = f"DeepEP takes the ranks on slots {first} to {last} for one node"
+        problem = f"flex, but {taken}, and placement.gpus_per_node is {gpus_per_node}"
+        if gpus_per_node % neighbours:
+            hint = f"lower {branch}.ep until ep x etp divides {gpus_per_node}, or remove it"
+        else:
+            hint = f"set {branch}.first_gpu to a multiple of {neighbours}, or remove it"
+        yield UserError(f"train.megatron.{DISPATCHER}", problem, hint)
+        return
 
 
 @listed

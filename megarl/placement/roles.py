@@ -212,7 +212,7 @@ class Role:
         gpus_per_node = self.recipe.placement.gpus_per_node
         return [
             *overlap_errors(train, shape, self.layout, dtype, self.branch),
-            *flex_errors(train, shape, self.layout, gpus_per_node, self.branch),
+            *flex_errors(train, shape, self.layout, self.slots, gpus_per_node, self.branch),
         ]
 
     def layout_errors(self, shape: ModelShape | None = None) -> list[UserError]:
