@@ -1,6 +1,8 @@
 """Megatron's flex dispatcher, which sends tokens to experts by DeepEP, and the recipes that it cannot run. Pure.
 
-Sizes of groups are those that github.com/deepseek-ai/DeepEP asserts.
+Sizes of groups are those that github.com/deepseek-ai/DeepEP asserts. Its other backend, HybridEP (the branch
+hybrid-ep), gathers the routing of all ranks of a group as if each had as many tokens as this one: ranks with packed
+rows of other lengths would wait for each other or get wrong tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from megarl.config.models import TrainConfig
 
 DISPATCHER = "moe_token_dispatcher_type"
+_BACKEND = "moe_flex_dispatcher_backend"
 # the sizes of groups in the tables of DeepEP's Buffer.get_dispatch_config and get_combine_config
 GROUP_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 _DROPS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
@@ -41,15 +44,18 @@ def flex_errors(
         return
     where = f"train.megatron.{DISPATCHER}"
     ranks = layout.ep * layout.etp
-    if ranks == 1 or (shape is not None and not shape.num_experts):
+    if shape is not None and (ranks == 1 or not shape.num_experts):
         yield UserError(where, "flex, but no tokens go to experts of other ranks", "remove it")
-    elif ranks not in GROUP_SIZES:
+    elif ranks not in (1, *GROUP_SIZES):
         product = f"{branch}.ep x {branch}.etp is {ranks}"
         problem = f"flex, but {product}, and DeepEP takes {', '.join(map(str, GROUP_SIZES))} ranks"
         hint = f"set {branch}.ep so that it is {nearest(ranks, [*GROUP_SIZES])}, or remove it"
         yield UserError(where, problem, hint)
     else:
         yield from _node_errors(min(ranks, DEEPEP_NODE_RANKS), slots, gpus_per_node, branch)
+    if train.megatron.get(_BACKEND, "deepep") != "deepep":
+        problem = "hybridep, which takes as many tokens from each rank, and packed rows differ"
+        yield UserError(f"train.megatron.{_BACKEND}", problem, "set it to deepep")
     router = train.megatron.get("moe_router_dtype", "fp32")
     if router != "fp32":
         problem = f"{router}, but DeepEP takes weights of experts in fp32"
@@ -86,11 +92,7 @@ def flex_device_errors(
     if not is_flex(train):
         return
     where = f"train.megatron.{DISPATCHER}"
-    backend = train.megatron.get("moe_flex_dispatcher_backend", "deepep")
-    if device == "cpu" and backend != "deepep":
-        problem = f"{backend}, but only DeepEP has a stand-in on CPU"
-        yield UserError("train.megatron.moe_flex_dispatcher_backend", problem, "set it to deepep")
     if device == "cuda" and dtype != "bfloat16":
         yield UserError(where, f"flex, but DeepEP sends bfloat16, not {dtype}", "remove it")
-    if lacks_deepep and backend == "deepep":
+    if lacks_deepep:
         yield UserError(where, "flex, but deep_ep is not installed", "install DeepEP, or remove it")

@@ -63,6 +63,7 @@ def test_groups_that_deepep_takes_are_allowed(
         ({"shape": replace(SHAPE, num_experts=0)}, "no tokens go to experts"),
         ({"layout": of_experts(12, 12)}, "etp is 12, and DeepEP takes 2, 4"),
         ({"layout": of_experts(6, 6)}, "set critic.ranks.ep so that it is 4 or 8, or remove it"),
+        ({"options": {"moe_flex_dispatcher_backend": "hybridep"}}, "_backend: hybridep, which"),
         ({"options": {"moe_router_dtype": "fp64"}}, "moe_router_dtype: fp64, but DeepEP"),
         ({"options": {"moe_expert_capacity_factor": 1.0}}, "moe_expert_capacity_factor: set"),
     ],
@@ -103,15 +104,13 @@ def test_an_auxiliary_model_without_an_exchange_drops_the_dispatcher(ep: int, ke
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "backend", "words"),
+    ("dtype", "device", "words"),
     [
-        ("float32", "cpu", "hybridep", "only DeepEP has a stand-in on CPU; set it to deepep"),
-        ("float32", "cuda", "hybridep", "DeepEP sends bfloat16, not float32; remove it"),
-        ("bfloat16", "cuda", "deepep", "deep_ep is not installed; install DeepEP, or remove it"),
+        ("float32", "cuda", "DeepEP sends bfloat16, not float32; remove it"),
+        ("bfloat16", "cuda", "deep_ep is not installed; install DeepEP, or remove it"),
     ],
 )
-def test_what_the_device_lacks_is_named(dtype: str, device: str, backend: str, words: str) -> None:
-    options = {DISPATCHER: "flex", "moe_flex_dispatcher_backend": backend}
-    train = TrainConfig(lr=1.0, megatron=options)
-    (error,) = flex_device_errors(train, dtype, device, lacks_deepep=device == "cuda")
+def test_what_the_device_lacks_is_named(dtype: str, device: str, words: str) -> None:
+    train = TrainConfig(lr=1.0, megatron={DISPATCHER: "flex"})
+    (error,) = flex_device_errors(train, dtype, device, lacks_deepep=dtype == "bfloat16")
     assert words in str(error)
