@@ -148,21 +148,28 @@ class Buffer:
         return received, idx_NK, weights_NK, counts, handle, EventOverlap()
 
     def _hops(self, is_sent_NR: Tensor) -> tuple[_Hop, _Hop]:
-        """To the rank with the own place in each node, and from there to the node's ranks."""
-        by_node = self._by_node(is_sent_NR)
-        nodes, peers = by_node.shape[1:]
-        node, place = divmod(self.group.rank(), peers)
-        to_nodes = torch.zeros_like(by_node)
-        to_nodes[:, :, place] = by_node.any(-1)
-        first = _hop(to_nodes.flatten(1), self.group)
-        # a landed token is for the ranks of this node for which its sender has it
-        landed = torch.cat([by_node[:, dest] for dest in range(nodes)]).reshape(nodes, -1, peers)
-        rows = [first.rows[start:end] for start, end in _spans(first.to_ranks)]
-        wanted = torch.cat([landed[rank // peers, rows[rank]] for rank in range(nodes * peers)])
-        is_wanted = _exchanged(wanted.byte(), first.to_ranks, first.from_ranks, self.group).bool()
-        to_peers = torch.zeros(len(is_wanted), nodes, peers, dtype=torch.bool)
-        to_peers[:, node] = is_wanted
-        return first, _hop(to_peers.flatten(1), self.group)
+        """The step of N tokens to other nodes, and the step of the M copies that have landed here to this node's ranks.
+
+        D nodes have P places each. The first step ends at the place in each node that the sender has in its own.
+        """
+        is_sent_NDP = self._by_node(is_sent_NR)
+        is_for_node_ND = is_sent_NDP.any(-1)
+        num_nodes, num_places = is_sent_NDP.shape[1:]
+        own_node, own_place = divmod(self.group.rank(), num_places)
+
+        to_own_place_NDP = torch.zeros_like(is_sent_NDP)
+        to_own_place_NDP[:, :, own_place] = is_for_node_ND
+        first = _hop(to_own_place_NDP.flatten(1), self.group)
+
+        # A copy brings along which places of its node want it. Copies are sent in the order of the nodes, as here.
+        nodes, tokens = is_for_node_ND.T.nonzero(as_tuple=True)
+        wanted = is_sent_NDP[tokens, nodes].byte()
+        wanted_MP = _exchanged(wanted, first.to_ranks, first.from_ranks, self.group).bool()
+
+        to_neighbours_MDP = wanted_MP.new_zeros(len(wanted_MP), num_nodes, num_places)
+        to_neighbours_MDP[:, own_node] = wanted_MP
+        second = _hop(to_neighbours_MDP.flatten(1), self.group)
+        return first, second
 
     def _sent_on(self, values: Tensor, hops: tuple[_Hop, _Hop], *, counted: bool = True) -> Tensor:
         first, second = hops
@@ -185,11 +192,6 @@ class Buffer:
         if topk_weights is not None:
             weights = first.back(second.back(topk_weights))
         return first.back(second.back(x)), weights, EventOverlap()
-
-
-def _spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    return list(zip(ends[:-1], ends[1:], strict=True))
 
 
 def stand_in_modules() -> dict[str, ModuleType]:
