@@ -16,9 +16,17 @@ from megarl.model.shape import ModelShape
 from megarl.placement.overlaps import PAIRED_PASSES, SHARED_EXPERTS
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import RowSize, in_flight
+from megarl.plan.expert_exchange import (
+    ACTIVATION_BYTES,
+    Routing,
+    TokenCopies,
+    by_alltoall,
+    by_deepep,
+    routing_of,
+)
 from megarl.types import RecomputedPart
 
-_ACTIVATION_BYTES = 2  # of a number between layers, and of a weight
+_WEIGHT_BYTES = 2
 # Assumptions, which bring the published figures in tests/plan/test_layer_time.py within 18 %.
 # of a layer's kernels in one forward pass of a micro-batch, however small; backward is twice that
 LAYER_S = 1e-3
@@ -80,7 +88,8 @@ class ExchangeTime:
 class RankLayers:
     """The layers of one training rank, and what is hidden in them.
 
-    deepep: a token goes once to each rank, not once to each chosen expert.
+    deepep: a token goes once to each rank, not once to each chosen expert. routing: None: as of a router without
+    groups of experts.
     ring_shares: as of RankWork; without any all ranks have rows of layout.cp ranks.
     """
 
@@ -91,6 +100,7 @@ class RankLayers:
     deepep: bool = False
     overlaps: frozenset[Overlap] = frozenset()
     ring_shares: Mapping[int, float] = field(default_factory=dict)
+    routing: Routing | None = None
 
     @property
     def stage_loads(self) -> list[float]:
@@ -168,7 +178,7 @@ class RankLayers:
 
     def _elementwise_bytes(self, part: RecomputedPart, tokens: float) -> float:
         """What a norm or an activation function reads and writes, in all layers of a mean stage."""
-        row = RowSize(self.shape, self.layout, tokens, _ACTIVATION_BYTES)
+        row = RowSize(self.shape, self.layout, tokens, ACTIVATION_BYTES)
         layers = self.shape.num_layers / self.layout.pp
         if part == "layernorm":
             return layers * 2 * row.layer(dense=False)["norm_outputs"]
@@ -196,12 +206,12 @@ class RankLayers:
     def _expert_weights_bytes(self) -> float:
         """Of the routed experts on a rank of the mean stage, whether they are trained or frozen."""
         shape = self.shape
-        each = 3 * shape.hidden_size * shape.moe_ffn_size * _ACTIVATION_BYTES
+        each = 3 * shape.hidden_size * shape.moe_ffn_size * _WEIGHT_BYTES
         experts = shape.num_experts / (self.layout.ep * self.layout.etp)
         return shape.num_sparse_layers / self.layout.pp * experts * each
 
     def _bytes(self, tokens: float) -> float:
-        return tokens * self.shape.hidden_size * _ACTIVATION_BYTES
+        return tokens * self.shape.hidden_size * ACTIVATION_BYTES
 
     def link_per_s(self, ranks: int) -> float:
         """Bytes a second of a GPU's slowest link in a group of so many neighbours."""
@@ -218,27 +228,21 @@ class RankLayers:
         tp = self.layout.tp
         return 2 * (tp - 1) / tp * self._bytes(tokens) / self.link_per_s(tp)
 
-    def _experts_s(self, tokens: float) -> float:
-        """Dispatch and combine of a rank's tokens, a copy to each chosen expert, over both kinds of link at once.
+    @property
+    def copies(self) -> TokenCopies:
+        """What a rank sends of each of its tokens to experts."""
+        routing = self.routing or routing_of(self.shape, None)
+        by = by_deepep if self.deepep else by_alltoall
+        return by(routing, self.layout, self.gpus_per_node)
 
-        DeepEP sends a token once to each node and there once to each rank, to (n - 1) (1 - (1 - 1 / n) ^ k) of n others
-        in the mean, where experts are chosen evenly (github.com/deepseek-ai/DeepEP). ETP gathers its peers' copies.
-        """
-        layout = self.layout
-        chosen = self.shape.experts_per_token
-        ranks = layout.ep * layout.etp
-        card = self.hardware
-        nodes = math.ceil(ranks / self.gpus_per_node)
-        if self.deepep:
-            to_nodes = _distinct(nodes, chosen)
-            to_ranks = _distinct(layout.ep, chosen)
-        else:
-            to_nodes = chosen * (nodes - 1) / nodes
-            to_ranks = chosen * max(0.0, 1 / nodes - 1 / layout.ep)
+    def _experts_s(self, tokens: float) -> float:
+        """Dispatch and combine of a rank's tokens, over both kinds of link at once, and then among ETP's ranks."""
+        copies = self.copies
         message = self._bytes(tokens)
-        over_fabric = to_nodes * message / card.nic_reached_per_s
-        gathered = chosen * (layout.etp - 1) * message / self.link_per_s(layout.etp)
-        return 2 * (max(over_fabric, to_ranks * message / self.link_per_s(1)) + gathered)
+        over_fabric = copies.fabric * message / self.hardware.nic_reached_per_s
+        over_nvlink = copies.nvlink * message / self.hardware.nvlink_reached_per_s
+        gathered = copies.gathered * message / self.link_per_s(self.layout.etp)
+        return 2 * (max(over_fabric, over_nvlink) + gathered)
 
     def _ring_s(self, tokens: float) -> float:
         """Keys and values of the other context-parallel ranks, passed round a ring (Liu et al. 2023)."""
@@ -248,7 +252,7 @@ class RankLayers:
         width = 2 * max(shape.num_kv_heads, layout.tp) * shape.head_dim
         if mla:
             width = shape.num_heads * (mla.nope_dim + mla.rope_dim + mla.v_dim)
-        own = tokens / layout.cp * width / layout.tp * _ACTIVATION_BYTES
+        own = tokens / layout.cp * width / layout.tp * ACTIVATION_BYTES
         shares = self.ring_shares or {layout.cp: 1.0}
         return sum(
             share * (cp - 1) * own / self.link_per_s(layout.tp * cp) for cp, share in shares.items()
@@ -260,8 +264,3 @@ class RankLayers:
         if layout.pp == 1:
             return 0.0
         return layout.vpp * self._bytes(tokens) / self.link_per_s(layout.world_size)
-
-
-def _distinct(parts: int, chosen: int) -> float:
-    """The mean number of other parts that get a token, which chooses `chosen` times evenly and independently."""
-    return (parts - 1) * (1 - (1 - 1 / parts) ** chosen)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megarl.checkpoints.quantised import file_bytes, weights_in_words
 from megarl.config.episode import EpisodeConfig
+from megarl.placement.flex_dispatcher import is_flex
 from megarl.plan.adapter_sizes import adapters_in_words
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.model_size import ModelSize
@@ -106,7 +107,9 @@ def show(plan: RunPlan, console: Console) -> None:
     """Print the whole report."""
     console.print(text(title(plan), style="bold"))
     console.print(text(reward_result(plan), style="green" if plan.fits else "bold red"))
-    for part in (_placement, _memory, _batch, _rollout, _reshard, _step):
+    for part in (_placement, _memory, _batch, _rollout, _reshard, _experts, _step):
+        if part is _experts and not plan.experts:
+            continue
         console.print()
         console.print(part(plan))
 
@@ -292,6 +295,19 @@ def _reshard(plan: RunPlan) -> RenderableType:
     return Group(table, text(f"{seconds}, in {rounds}; {gathering}"))
 
 
+def _experts(plan: RunPlan) -> RenderableType:
+    names = {"alltoall": "all-to-all", "flex": "flex (DeepEP)"}
+    sent = plan.experts
+    table = empty_table(
+        "tokens to experts and back, GB that a GPU sends", "", *(names[name] for name in sent)
+    )
+    table.add_row("over NVLink", *(_gigabytes(by.nvlink_bytes) for by in sent.values()))
+    table.add_row("over the fabric", *(_gigabytes(by.fabric_bytes) for by in sent.values()))
+    own = names["flex" if is_flex(plan.recipe.train) else "alltoall"]
+    words = f"of the policy in a forward pass over a step's samples; the recipe has {own}"
+    return Group(table, text(words))
+
+
 def _step(plan: RunPlan) -> RenderableType:
     table = empty_table("a step, seconds", "phase", "s", "share", "of what")
     rollout = plan.rollout
@@ -435,6 +451,7 @@ def plan_json(plan: RunPlan) -> JsonObject:
         "episodes": _episodes_json(plan) if plan.recipe.episode else None,
         "waits": {"engines_s": plan.engines_wait_s, "ranks_s": plan.ranks_wait_s},
         "reshard": asdict(plan.reshard),
+        "experts": {name: asdict(sent) for name, sent in plan.experts.items()},
         "learning": {role: asdict(times) for role, times in plan.learning.items()},
         "step": asdict(plan.step) | {"total_s": plan.step.total_s},
         "losses": asdict(plan.losses),

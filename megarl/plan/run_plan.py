@@ -17,6 +17,7 @@ from megarl.plan.batch import MEAN_RESPONSE_SHARE, RankWork, Samples, advice, sh
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import settings_of, weight_bytes
 from megarl.plan.engine_simulation import CLIPPED, GroupLimits
+from megarl.plan.expert_exchange import LinkBytes, exchanged_bytes
 from megarl.plan.fit import cache_advice, lacking, with_errors
 from megarl.plan.loss_cost import LossCost, loss_cost
 from megarl.plan.model_size import ModelSizes, sizes_of
@@ -94,6 +95,17 @@ class RunPlan:
         if any(slot.engine is None for slot in self.slots):
             return self.step.rollout_s + self.step.ahead_s
         return 0.0
+
+    @property
+    def experts(self) -> dict[str, LinkBytes]:
+        """By dispatcher, what a GPU of the policy sends to experts and back in a forward pass over a step's samples."""
+        policy = self.sizes["policy"]
+        share = self.shares["policy"]
+        gpus_per_node = self.recipe.placement.gpus_per_node
+        tokens = share.updates * share.tokens
+        return exchanged_bytes(
+            policy.shape, policy.model.facts, policy.layout, gpus_per_node, tokens
+        )
 
     @property
     def losses(self) -> LossCost:

@@ -20,6 +20,7 @@ from megarl.placement.flex_dispatcher import is_flex
 from megarl.placement.recomputation import recomputed_parts
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.plan.batch import RankWork, Samples
+from megarl.plan.expert_exchange import routing_of
 from megarl.plan.layer_time import HIDDEN_SHARE, RankLayers, overlaps_of
 from megarl.plan.model_size import ModelSize, ModelSizes
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
@@ -291,6 +292,7 @@ def step_times(
             deepep=is_flex(train),
             overlaps=overlaps,
             ring_shares=shares[role].ring_shares,
+            routing=routing_of(size.shape, size.model.facts),
         )
         models[role] = _computing(size, layers, samples, shares[role], roles.shared_slots)
     learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"])}

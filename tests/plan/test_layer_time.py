@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from megarl.config.hardware import load_hardware
-from megarl.model.hf_config import model_shape
+from megarl.model.hf_config import read_model
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
+from megarl.plan.expert_exchange import Routing, routing_of
 from megarl.plan.layer_time import COUNTS_S, LAYER_S, Overlap, RankLayers, overlaps_of
 from megarl.plan.step_time import ComputingModel
 from megarl.training.flops import train_work
@@ -26,7 +28,7 @@ CARDS = {name: load_hardware(RECIPES / "hardware" / f"{name}.yaml") for name in 
 CARD = CARDS["h800"]
 NVLINK, FABRIC = 160e9, 45e9  # bytes/s that large messages reach
 MODELS = {
-    name: model_shape(RECIPES / "models" / name)
+    name: read_model(RECIPES / "models" / name)
     for name in ("qwen3-235b-a22b", "qwen3-30b-a3b", "deepseek-v3")
 }
 TOKENS = 4096
@@ -73,10 +75,27 @@ def test_each_copy_of_a_token_goes_to_its_expert_and_back() -> None:
 
 
 def test_deepep_sends_a_token_once_to_each_node_and_rank() -> None:
+    """Of 64 experts 8 are chosen, none of which is among 8 of them, or 16, with these chances."""
+    of_rank, of_node = (math.comb(64 - own, 8) / math.comb(64, 8) for own in (8, 16))
     inside = layers_of(8, ep=8, deepep=True).exchanges(TOKENS).experts
-    assert inside == pytest.approx(10 * 2 * 7 * (1 - (7 / 8) ** 8) * MESSAGE / NVLINK)
+    assert inside == pytest.approx(10 * 2 * 7 * (1 - of_rank) * MESSAGE / NVLINK)
     over = layers_of(32, ep=32, deepep=True).exchanges(TOKENS).experts
-    assert over == pytest.approx(10 * 2 * 3 * (1 - (3 / 4) ** 8) * MESSAGE / FABRIC)
+    assert over == pytest.approx(10 * 2 * 3 * (1 - of_node) * MESSAGE / FABRIC)
+
+
+def test_a_router_with_groups_sends_to_fewer_nodes() -> None:
+    """With two of four groups, each the experts of a node, a token misses half of the nodes and a little more.
+
+    So little goes over the fabric then that the ranks wait for the copies inside nodes.
+    """
+    plain = layers_of(32, ep=32, deepep=True)
+    grouped = replace(plain, routing=Routing(64, 8, groups=4, top_groups=2))
+    of_node, of_rank = (
+        1 / 2 + 1 / 2 * math.comb(32 - own, 8) / math.comb(32, 8) for own in (16, 2)
+    )
+    assert grouped.copies.fabric == pytest.approx(3 * (1 - of_node))
+    inside = 10 * 2 * 28 * (1 - of_rank) * MESSAGE / NVLINK
+    assert grouped.exchanges(TOKENS).experts == pytest.approx(inside)
 
 
 def test_ranks_that_split_an_expert_gather_its_tokens() -> None:
@@ -200,7 +219,7 @@ class Run:
 
 def of_tokens(model: str, tokens_per_s: float) -> float:
     """TFLOP/s a GPU that trains on so many tokens a second, in sequences of 4096."""
-    return tokens_per_s * train_work(MODELS[model])(4096) / 4096 / 1e12
+    return tokens_per_s * train_work(MODELS[model].shape)(4096) / 4096 / 1e12
 
 
 def h800(
@@ -292,7 +311,8 @@ PUBLISHED = [
 
 def planned_tflops(run: Run) -> float:
     """Model FLOPs a GPU and second, in 10^12, that the plan expects."""
-    shape = MODELS[run.model]
+    model = MODELS[run.model]
+    shape = model.shape
     stages = run.pp * run.vpp
     most = -(-shape.num_layers // stages)
     # the first and the last stages, beside embedding and output layer
@@ -316,12 +336,15 @@ def planned_tflops(run: Run) -> float:
     samples = Samples(
         1, 1, run.sequences, run.sequences, 0, run.length, np.full(run.sequences, run.length)
     )
-    layers = RankLayers(shape, layout, CARDS[run.card], 8, run.deepep, run.hidden)
-    model = ComputingModel(
+    layers = RankLayers(
+        shape, layout, CARDS[run.card], 8, run.deepep, run.hidden,
+        routing=routing_of(shape, model.facts),
+    )  # fmt: skip
+    policy = ComputingModel(
         layers, samples, work, [run.again] * run.pp, False, False, 2 * weights, 4 * weights, 0.0, 1,
         expert_grads_bytes=4 * experts * shape.num_layers / run.pp,
     )  # fmt: skip
-    seconds = model.updates_s + model.gradients_s
+    seconds = policy.updates_s + policy.gradients_s
     return run.sequences * train_work(shape)(run.length) / run.world / seconds / 1e12
 
 
