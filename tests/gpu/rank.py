@@ -137,6 +137,12 @@ class Rank:
     def device(self) -> str:
         return device.DEVICE
 
+    def dispatchers(self) -> list[str]:
+        """The classes by which its layers send tokens to experts."""
+        modules = [module for chunk in self._rank._unwrapped for module in chunk.modules()]
+        found = [getattr(module, "token_dispatcher", None) for module in modules]
+        return sorted({type(dispatcher).__name__ for dispatcher in found if dispatcher})
+
     def logprobs(self) -> list[float]:
         """Of all tokens of this rank's sequences, one behind the other; on the last stage of a pipeline."""
 

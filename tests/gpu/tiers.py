@@ -38,6 +38,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/parallel/test_dist_checkpoint.py",
         "tests/resharding/test_verify.py",
         "tests/resharding/test_end_to_end.py",
+        "tests/gpu/test_flex.py",
         "tests/gpu/test_peer_copy.py",
         "tests/gpu/test_silent.py",
         "tests/rollout/sglang/test_peer_copy.py",

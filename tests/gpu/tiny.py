@@ -68,9 +68,9 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def write(folder: Path, family: str) -> Path:
+def write(folder: Path, family: str, **changes: Any) -> Path:
     """config.json and model.safetensors with random weights; returns the folder."""
-    write_config(folder, family)
+    write_config(folder, family, **changes)
     generator = torch.Generator().manual_seed(5)
     shape = model_shape(folder)
     tensors = {
