@@ -19,7 +19,7 @@ ACTIVATION_BYTES = 2  # of a number between layers
 
 
 @dataclass(frozen=True)
-class Routing:
+class EvenRouting:
     """A token's experts are `chosen` of those in `top_groups` of the groups, which are equal."""
 
     experts: int
@@ -29,7 +29,7 @@ class Routing:
 
 
 @cache
-def chance_of_none(routing: Routing, parts: int) -> float:
+def chance_of_none(routing: EvenRouting, parts: int) -> float:
     """The chance that none of a token's experts is in a given one of so many equal parts of all experts.
 
     j of the part's groups are among the chosen ones with the chance of a hypergeometric draw; then all chosen
@@ -54,11 +54,11 @@ def chance_of_none(routing: Routing, parts: int) -> float:
     )
 
 
-def routing_of(shape: ModelShape, facts: HfFacts | None) -> Routing:
+def routing_of(shape: ModelShape, facts: HfFacts | None) -> EvenRouting:
     """The router of a model; without facts, one of a single group."""
     groups = (facts.num_groups if facts else None) or 1
     top_groups = (facts.top_groups if facts else None) or groups
-    return Routing(shape.num_experts, shape.experts_per_token, groups, top_groups)
+    return EvenRouting(shape.num_experts, shape.experts_per_token, groups, top_groups)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class TokenCopies:
     gathered: float = 0.0
 
 
-def by_alltoall(routing: Routing, layout: TrainLayout, gpus_per_node: int) -> TokenCopies:
+def by_alltoall(routing: EvenRouting, layout: TrainLayout, gpus_per_node: int) -> TokenCopies:
     """A copy to each chosen expert on another rank; ranks that split an expert gather each other's copies."""
     nodes = min(layout.ep, math.ceil(layout.ep * layout.etp / gpus_per_node))
     return TokenCopies(
@@ -84,7 +84,7 @@ def by_alltoall(routing: Routing, layout: TrainLayout, gpus_per_node: int) -> To
     )
 
 
-def by_deepep(routing: Routing, layout: TrainLayout, gpus_per_node: int) -> TokenCopies:
+def by_deepep(routing: EvenRouting, layout: TrainLayout, gpus_per_node: int) -> TokenCopies:
     """A copy to each other node with a chosen expert, and in each node one to each rank but that where it landed.
 
     All ranks that split an expert get a copy, and gather nothing. A node is what DeepEP takes for one.

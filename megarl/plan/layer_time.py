@@ -18,7 +18,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import RowSize, in_flight
 from megarl.plan.expert_exchange import (
     ACTIVATION_BYTES,
-    Routing,
+    EvenRouting,
     TokenCopies,
     by_alltoall,
     by_deepep,
@@ -100,7 +100,7 @@ class RankLayers:
     deepep: bool = False
     overlaps: frozenset[Overlap] = frozenset()
     ring_shares: Mapping[int, float] = field(default_factory=dict)
-    routing: Routing | None = None
+    routing: EvenRouting | None = None
 
     @property
     def stage_loads(self) -> list[float]:

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.expert_exchange import (
-    Routing,
+    EvenRouting,
     TokenCopies,
     by_alltoall,
     by_deepep,
@@ -17,11 +17,11 @@ from megarl.plan.expert_exchange import (
 from tests.plan.plans import SHAPE
 
 TOKENS = 4096
-DEEPSEEK = Routing(256, 8, groups=8, top_groups=4)
-PLAIN = Routing(64, 8)
+DEEPSEEK = EvenRouting(256, 8, groups=8, top_groups=4)
+PLAIN = EvenRouting(64, 8)
 
 
-def drawn(routing: Routing) -> np.ndarray:
+def drawn(routing: EvenRouting) -> np.ndarray:
     """[tokens, chosen]: experts of groups that are drawn first."""
     rng = np.random.default_rng(7)
     shape = (TOKENS, routing.groups)
@@ -41,11 +41,11 @@ def drawn(routing: Routing) -> np.ndarray:
         (DEEPSEEK, 4),
         (DEEPSEEK, 8),
         (DEEPSEEK, 64),
-        (Routing(64, 4, groups=8, top_groups=2), 4),
+        (EvenRouting(64, 4, groups=8, top_groups=2), 4),
     ],
 )
 def test_a_part_of_the_experts_is_missed_as_often_as_when_tokens_are_drawn(
-    routing: Routing, parts: int
+    routing: EvenRouting, parts: int
 ) -> None:
     has_part = drawn(routing) // (routing.experts // parts) == parts - 1
     missed = 1 - has_part.any(axis=1).mean()
@@ -55,7 +55,7 @@ def test_a_part_of_the_experts_is_missed_as_often_as_when_tokens_are_drawn(
 
 
 def counted(
-    routing: Routing, layout: TrainLayout, node: int, *, deepep: bool
+    routing: EvenRouting, layout: TrainLayout, node: int, *, deepep: bool
 ) -> tuple[TokenCopies, float]:
     """Means over tokens whose senders are all ranks in turn, and the largest deviation of a mean."""
     etp = layout.etp
@@ -84,7 +84,7 @@ def counted(
     [(PLAIN, 8, 1), (PLAIN, 16, 1), (PLAIN, 8, 2), (DEEPSEEK, 32, 1), (DEEPSEEK, 16, 4)],
 )
 def test_copies_are_those_of_tokens_that_are_sent_one_by_one(
-    routing: Routing, ep: int, etp: int, deepep: bool
+    routing: EvenRouting, ep: int, etp: int, deepep: bool
 ) -> None:
     layout = TrainLayout(ep * etp, 1, 1, ep, expert_tp=etp)
     mean, deviation = counted(routing, layout, 8, deepep=deepep)

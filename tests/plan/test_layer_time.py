@@ -16,7 +16,7 @@ from megarl.model.hf_config import read_model
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
-from megarl.plan.expert_exchange import Routing, routing_of
+from megarl.plan.expert_exchange import EvenRouting, routing_of
 from megarl.plan.layer_time import COUNTS_S, LAYER_S, Overlap, RankLayers, overlaps_of
 from megarl.plan.step_time import ComputingModel
 from megarl.training.flops import train_work
@@ -89,7 +89,7 @@ def test_a_router_with_groups_sends_to_fewer_nodes() -> None:
     So little goes over the fabric then that the ranks wait for the copies inside nodes.
     """
     plain = layers_of(32, ep=32, deepep=True)
-    grouped = replace(plain, routing=Routing(64, 8, groups=4, top_groups=2))
+    grouped = replace(plain, routing=EvenRouting(64, 8, groups=4, top_groups=2))
     of_node, of_rank = (
         1 / 2 + 1 / 2 * math.comb(32 - own, 8) / math.comb(32, 8) for own in (16, 2)
     )
