@@ -161,7 +161,7 @@ def _shape(config: ConfigFile, family: Family) -> ModelShape:
         groups = config.optional_integer("n_group") or 1
         top_groups = config.optional_integer("topk_group") or groups
     config.refuse_contradictions(shape, groups, top_groups)
-    return shape
+    return replace(shape, num_groups=groups, top_groups=top_groups)
 
 
 def _refuse_variants(config: ConfigFile) -> None:

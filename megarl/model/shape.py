@@ -45,6 +45,8 @@ class ModelShape:
     # multi-token prediction layers, numbered after the decoder's in the checkpoint
     num_mtp_layers: int = 0
     mla: MlaShape | None = None
+    num_groups: int = 1  # of experts, of which a token may choose those of top_groups
+    top_groups: int = 1
     num_labels: int = 0  # scores of each token in place of the vocabulary's logits
     # a row of ATTENTION in the weight maps; with `mla` it is "latent"
     attention: str = "grouped_query"

@@ -221,8 +221,8 @@ class RankLayers:
     def _experts_s(self, tokens: float) -> float:
         """Dispatch and combine of a rank's tokens, a copy to each chosen expert, over both kinds of link at once.
 
-        DeepEP sends a token once to each node and there once to each rank, to (n - 1) (1 - (1 - 1 / n) ^ k) of n others
-        in the mean, where experts are chosen evenly (github.com/deepseek-ai/DeepEP). ETP gathers its peers' copies.
+        DeepEP sends a token once to each node and there once to each rank (`_others`; github.com/deepseek-ai/DeepEP).
+        ETP gathers its peers' copies.
         """
         layout = self.layout
         chosen = self.shape.experts_per_token
@@ -230,8 +230,8 @@ class RankLayers:
         card = self.hardware
         nodes = math.ceil(ranks / self.gpus_per_node)
         if self.deepep:
-            to_nodes = _distinct(nodes, chosen)
-            to_ranks = _distinct(layout.ep, chosen)
+            to_nodes = self._others(nodes)
+            to_ranks = self._others(layout.ep)
         else:
             to_nodes = chosen * (nodes - 1) / nodes
             to_ranks = chosen * max(0.0, 1 / nodes - 1 / layout.ep)
@@ -239,6 +239,27 @@ class RankLayers:
         over_fabric = to_nodes * message / card.nic_reached_per_s
         gathered = chosen * (layout.etp - 1) * message / self.link_per_s(layout.etp)
         return 2 * (max(over_fabric, to_ranks * message / self.link_per_s(1)) + gathered)
+
+    def _others(self, parts: int) -> float:
+        """The mean number of others among so many equal parts of the experts, in order, that get a token.
+
+        It chooses evenly and independently among the experts of top_groups of num_groups groups, which it also chooses
+        evenly: DeepSeek-V3's node-limited routing (arXiv 2412.19437, section 2.1.2). Without groups a part gets none of
+        n choices with probability (1 - 1 / parts) ^ n.
+        """
+        shape = self.shape
+        groups = shape.num_groups
+        top = shape.top_groups
+        # a part has whole groups, or a share of one
+        inside = max(1, groups // parts)
+        share = min(1.0, groups / parts)
+        missed = sum(
+            math.comb(inside, hit)
+            * math.comb(groups - inside, top - hit)
+            * (1 - hit * share / top) ** shape.experts_per_token
+            for hit in range(min(inside, top) + 1)
+        )
+        return (parts - 1) * (1 - missed / math.comb(groups, top))
 
     def _ring_s(self, tokens: float) -> float:
         """Keys and values of the other context-parallel ranks, passed round a ring (Liu et al. 2023)."""
@@ -260,8 +281,3 @@ class RankLayers:
         if layout.pp == 1:
             return 0.0
         return layout.vpp * self._bytes(tokens) / self.link_per_s(layout.world_size)
-
-
-def _distinct(parts: int, chosen: int) -> float:
-    """The mean number of other parts that get a token, which chooses `chosen` times evenly and independently."""
-    return (parts - 1) * (1 - (1 - 1 / parts) ** chosen)

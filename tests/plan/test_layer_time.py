@@ -79,6 +79,20 @@ def test_deepep_sends_a_token_once_to_each_node_and_rank() -> None:
     assert over == pytest.approx(10 * 2 * 3 * (1 - (3 / 4) ** 8) * MESSAGE / FABRIC)
 
 
+def test_a_token_goes_to_the_nodes_of_its_groups_of_experts() -> None:
+    """Of 8 nodes with a group each it may go to 4; each of 2 nodes has 4 groups, of which the token has 0 to 4."""
+    shape = replace(SHAPE, num_groups=8, top_groups=4)
+    once = 10 * 2 * MESSAGE / FABRIC
+    of_eight = layers_of(64, ep=64, shape=shape, deepep=True).exchanges(TOKENS).experts
+    assert of_eight == pytest.approx(7 * 4 / 8 * (1 - (3 / 4) ** 8) * once)
+    missed = (1 + 16 * (3 / 4) ** 8 + 36 * (1 / 2) ** 8 + 16 * (1 / 4) ** 8) / 70
+    of_two = RankLayers(shape, TrainLayout(16, 1, 1, 16), CARD, 8, deepep=True)
+    assert of_two._others(2) == pytest.approx(1 - missed)
+    assert of_two._others(16) == pytest.approx(15 / 2 * (1 - (7 / 8) ** 8))
+    plain = layers_of(64, ep=64, deepep=True).exchanges(TOKENS).experts
+    assert plain == pytest.approx(7 * (1 - (7 / 8) ** 8) * once)
+
+
 def test_ranks_that_split_an_expert_gather_its_tokens() -> None:
     """EP 1 puts ETP at TP: no copy leaves for another expert's rank."""
     exchanges = layers_of(2, tp=2).exchanges(TOKENS)
