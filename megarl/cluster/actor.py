@@ -39,6 +39,7 @@ SHARES = 4  # actors that share a GPU slot
 _ERROR_LETTERS = 20_000
 # RAY_max_direct_call_object_size: a smaller result comes with the answer to its call
 _DIRECT_BYTES = 100 * 1024
+_NO_THREAD = "can't start new thread"  # CPython's words
 _FETCH_S = 10.0  # for an error of another node
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 _CALLS = 2**20
@@ -418,11 +419,13 @@ class Pulses:
 def _short_errors() -> Iterator[None]:
     """Shorten an exception, with those that it comes from: Ray leaves a large one on its node, unseen by `ray.wait`.
 
-    That a process is lost stays known.
+    That a process is lost stays known; one that gets no more memory from its system is.
     """
     try:
         yield
     except Exception as error:
+        if _is_of_system_memory(error):
+            raise ProcessLost(f"{type(error).__name__}: {error}") from error
         if len("".join(traceback.format_exception(error))) <= _ERROR_LETTERS:
             raise
         text = str(error)
@@ -431,6 +434,13 @@ def _short_errors() -> Iterator[None]:
         half = _ERROR_LETTERS // 2
         kind = ProcessLost if isinstance(error, ProcessLost) else RuntimeError
         raise kind(f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}") from None
+
+
+def _is_of_system_memory(error: Exception) -> bool:
+    """Whether Python itself has raised it for want of memory; a MemoryError of ours says what there is no room for."""
+    if isinstance(error, MemoryError):
+        return not error.args
+    return isinstance(error, RuntimeError) and str(error) == _NO_THREAD
 
 
 def _check_device() -> None:

@@ -35,7 +35,6 @@ FORMAT = 10
 _EXPERT_TYPES = ("uint8", "int16")
 _OPTIONAL = {"given_answer", "failure", "facts", "transcript", "open_episode"}
 _OPTIONAL_IN_ROWS = {"prompt_ids", "token_rewards", "experts", "experts_type", "experts_shape"}
-_LISTS = ("prompt_ids", "rows")
 
 
 def schema() -> Any:
@@ -143,8 +142,11 @@ def _columns_of(row: Row, prompt: Prompt) -> Columns:
 
 def table_rows(table: Any) -> list[Columns]:
     """The rows of a table; lists of numbers are NumPy arrays, so that a float32 keeps every bit."""
-    rows = table.drop_columns(list(_LISTS)).to_pylist()
-    for name in _LISTS:
+    import pyarrow as pa
+
+    lists = [field.name for field in table.schema if pa.types.is_list(field.type)]
+    rows = table.drop_columns(lists).to_pylist()
+    for name in lists:
         for row, scalar in zip(rows, table[name], strict=True):
             row[name] = _array(scalar)
     return rows

@@ -16,7 +16,7 @@ the run's rollout buffer, with one row group a group.
 - of an episode, else null: facts, with the fields of `EpisodeFacts`; transcript and open_episode, in JSON
 
 The schema's metadata has the format's version, the size of the model's vocabulary, and the temperature of sampling
-and of engine_logp. Pages carry checksums.
+and of engine_logp. Pages carry checksums. Files of the format before are read, too (`format_9`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from megarl import disk
 from megarl.disk import visible_folder
 from megarl.printable import first_line
-from megarl.samples import columns
+from megarl.samples import columns, format_9
 from megarl.samples.buffer import PartialGroup
 from megarl.types import SampleGroup, UserError
 from megarl.types.json_objects import Columns, JsonObject
@@ -164,11 +164,23 @@ def open_samples(path: Path) -> SampleFile:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
     file_format = ours.get("format", "not ours")
-    if file_format != columns.FORMAT or not schema.equals(columns.schema()):
-        problem = f"its format is {file_format}, this version reads {columns.FORMAT}"
+    if (file_format, _types_by_name(schema)) not in _read_formats():
+        problem = f"its format is {file_format}, this version reads {format_9.FORMAT} and {columns.FORMAT}"
         raise UserError(str(path), problem, _HINT)
     counts = tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
     return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)
+
+
+def _read_formats() -> list[tuple[int, dict[str, Any]]]:
+    """Each with its columns."""
+    return [
+        (columns.FORMAT, _types_by_name(columns.schema())),
+        (format_9.FORMAT, _types_by_name(format_9.schema())),
+    ]
+
+
+def _types_by_name(schema: Any) -> dict[str, Any]:
+    return {field.name: field.type for field in schema}
 
 
 def _described(text: bytes) -> JsonObject:
@@ -196,6 +208,8 @@ def _read(path: Path, step: int) -> list[Columns]:
     except (OSError, ValueError, pyarrow.ArrowException) as raised:
         raise _unreadable(path, raised) from None
     rows = columns.table_rows(table)
+    if _types_by_name(table.schema) == _types_by_name(format_9.schema()):
+        rows = [format_9.upgraded(row) for row in rows]
     before = (-1, -1)
     for number, row in enumerate(rows):
         place = row["group"], row["sample"]

@@ -44,6 +44,21 @@ class Joining(RemoteCall):
     parts: list[int]
 
 
+def _words_of_a_thread_without_memory() -> str:
+    """What CPython says in a process that gets no more memory."""
+    program = """
+import resource, threading
+used = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (used, used))
+try:
+    while True:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+    return subprocess.check_output([sys.executable, "-c", program], text=True).strip()
+
+
 class Target:
     """Runs in the workers; found there by this module's name."""
 
@@ -85,6 +100,12 @@ class Target:
             self.raise_much()
         except ValueError as error:
             raise ProcessLost("the end") from error
+
+    def fail_without_thread(self) -> None:
+        raise RuntimeError(_words_of_a_thread_without_memory())
+
+    def fail_without_memory(self) -> None:
+        raise MemoryError
 
     def hang(self) -> None:
         time.sleep(600)
@@ -367,6 +388,14 @@ def test_a_large_error_still_tells_that_a_process_is_lost(
     (lost,) = cluster.outcomes({workers[0].call(method): workers[0].name})
     assert isinstance(lost, WorkerFailed) and str(lost).endswith("the end")
     assert len(lost.evidence) < 50_000
+
+
+@pytest.mark.parametrize("method", ["fail_without_thread", "fail_without_memory"])
+def test_a_process_that_gets_no_more_memory_is_lost(
+    cluster: Cluster, workers: list[Worker], method: str
+):
+    (lost,) = cluster.outcomes({workers[0].call(method): workers[0].name})
+    assert isinstance(lost, WorkerFailed) and "ProcessLost" in str(lost)
 
 
 def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.cluster.stillness import GroupStillness, Stillness, Work, threads, work_of
 
+_LOOK_S = 0.25
 _PROGRAMS = {
     "waits": "import threading; print(flush=True); threading.Event().wait()",
     "computes": "print(flush=True)\nwhile True: pass",
@@ -43,16 +44,24 @@ def test_a_process_that_waits_stands_still(what: str) -> None:
         assert process.stdin and process.stdout
         process.stdout.readline()
         stillness = Stillness()
-        longest_s = max(_looks(process.pid, stillness) for _ in range(8))
+        works = [_next_work(process.pid, waits=what == "waits") for _ in range(8)]
+        longest_s = max(stillness.look(_LOOK_S * n, work) for n, work in enumerate(works))
         process.stdin.close()
         if "child" not in what:
             process.kill()
     assert (longest_s > 1.0) == (what == "waits")
 
 
-def _looks(pid: int, stillness: Stillness) -> float:
-    time.sleep(0.25)  # what is measured is what the process does meanwhile
-    return stillness.look(time.monotonic(), work_of(pid))
+def _next_work(pid: int, *, waits: bool) -> Work:
+    """Of a process that waits after a while; of another once it has done a little, however busy the machine is."""
+    before = work_of(pid)
+    if waits:
+        time.sleep(_LOOK_S)  # what is measured is what the process does meanwhile
+        return work_of(pid)
+    while True:
+        work = work_of(pid)
+        if work.cpu_s - before.cpu_s >= 0.05 or work.num_bytes - before.num_bytes >= 2**12:
+            return work
 
 
 def test_the_work_of_spared_threads_does_not_count() -> None:

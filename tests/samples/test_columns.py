@@ -158,10 +158,8 @@ def test_a_file_of_another_format_is_refused_by_its_number(tmp_path: Path, numbe
     pyarrow.parquet.write_table(table, path)
     with pytest.raises(UserError) as caught:
         open_samples(path)
-    problem = (
-        f"its format is {number}, this version reads 10; make it again with `megarl rollout --out`"
-    )
-    assert str(caught.value) == f"{path}: {problem}"
+    problem = f"its format is {number}, this version reads 9 and 10"
+    assert str(caught.value) == f"{path}: {problem}; make it again with `megarl rollout --out`"
 
 
 def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:

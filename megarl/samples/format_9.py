@@ -1,0 +1,57 @@
+"""Sample files of the format before, 9: a sample's first row lies flat beside its other columns, others in `more_rows`.
+
+A checkpoint of 24 November 2026 has its waiting groups in one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megarl.samples import columns
+from megarl.types.json_objects import Columns
+
+FORMAT = 9
+_OWN_PROMPT = "own_prompt_ids"
+_MORE_ROWS = "more_rows"
+_FLAT = (
+    "response_ids",
+    "engine_logp",
+    "versions",
+    "part_tokens",
+    _OWN_PROMPT,
+    "trained",
+    "token_rewards",
+    "experts",
+    "experts_type",
+    "experts_shape",
+)
+
+
+def schema() -> Any:
+    """The columns of a file, in no order."""
+    import pyarrow as pa
+
+    now = {field.name: field.type for field in columns.schema()}
+    of_row = {field.name: field.type for field in now.pop("rows").value_type}
+    of_row[_OWN_PROMPT] = of_row.pop("prompt_ids")
+    flat = {name: of_row[name] for name in _FLAT}
+    return pa.schema([*{**now, **flat, _MORE_ROWS: pa.list_(pa.struct([*flat.items()]))}.items()])
+
+
+def upgraded(row: Columns) -> Columns:
+    """A row of such a file as one of today's format."""
+    first = {name: row.pop(name) for name in _FLAT}
+    more = row.pop(_MORE_ROWS) or ()
+    return row | {"rows": [_conversation(flat) for flat in (first, *more)]}
+
+
+def _conversation(flat: Columns) -> Columns:
+    """A row of a sample; where nothing said which tokens the model sampled it sampled all."""
+    conversation = dict(flat)
+    conversation["prompt_ids"] = conversation.pop(_OWN_PROMPT)
+    ids = flat["response_ids"]
+    if flat["trained"] is None and ids is not None:
+        conversation["trained"] = np.ones(len(ids), np.bool_)
+    return conversation
