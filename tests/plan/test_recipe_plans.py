@@ -228,7 +228,7 @@ def since_november() -> Iterator[Any]:
         yield pytest.param(name, over, tuple(seconds), id="+".join([name, *over]), marks=marks)
 
 
-@pytest.mark.parametrize(("name", "over", "seconds"), since_november())
+@pytest.mark.parametrize(("name", "over", "seconds"), list(since_november()))
 def test_overlays_take_by_plan_what_the_page_says(
     name: str, over: tuple[str, ...], seconds: tuple[float, ...]
 ) -> None:
