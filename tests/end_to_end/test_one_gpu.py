@@ -123,7 +123,7 @@ def test_a_run_with_fp8_weights_and_cache(launch: Callable, tmp_path: Path) -> N
     """Unverified on a GPU.
 
     plan/candidates.py FP8_CACHE: keys and values of grouped-query attention in fp8, without scales. To check
-    first: the logprob gap of Qwen3-30B with and without it, and the tokens a second, which a plan has 1.8 times as many.
+    first: the logprob gap of Qwen3-30B with and without it, and the tokens a second: by plan 1.8 times as many.
     """
     cache = "rollout.engine.sglang={kv_cache_dtype: fp8_e4m3}"
     check(steps_of(launch, tmp_path, "rollout.engine.fp8=true", cache, **TILES), 0.2)
