@@ -29,18 +29,23 @@ from megarl.plan.fit import RANKS_OF_LONGEST, are_valid, split_budget
 Overlay = dict[str, Any]
 # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
 FRACTIONS = (0.7, 0.75, 0.8, 0.85, 0.9)
+FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}  # of rollout.engine.sglang
 MOST_DRAFTS = 1  # a second one changes the estimate by less than its error, and takes memory
 # of an engine: larger ones wait longer for one another, and nobody has published one
 MOST_RANKS = 128
 MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the network
-# virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
-MOST_CHUNKS = 4
+# Virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more. All numbers up to
+# the first are tried, and the largest up to the second: NVIDIA's recipe for Llama 3.1 405B has PP 8 with 8 of them.
+FEW_CHUNKS = 4
+MOST_CHUNKS = 8
 _HALVES_BETA2 = 0.95  # with moments in bfloat16: DeepSeek-V3's
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
 
 
 def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
     """Every valid layout of as many engine GPUs as the recipe's: count, tp, dp, ep, fp8, experts' exchange, drafts.
+
+    Beside weights in fp8 also a cache in fp8, but not of latent attention, which computes as long as it reads.
 
     ep is the largest that the model allows, since no estimate favours another: experts stay whole. Dense layers and
     output layer have the default of their number of groups. Without `FRACTIONS`, which `with_fraction` lays over.
@@ -57,6 +62,7 @@ def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
         drafts = sorted({*range(MOST_DRAFTS + 1), engine.draft})
     else:
         drafts = (0,)
+    varies_cache = not (shape.mla or "kv_cache_dtype" in engine.sglang)
     for tp in [tp for tp in divisors(total) if tp <= MOST_RANKS]:
         if node % tp and tp % node:
             continue
@@ -71,6 +77,8 @@ def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
                     "draft": draft,
                 }
                 yield from _with_largest_ep(recipe, shape, sizes)
+                if fp8 and varies_cache:
+                    yield from _with_largest_ep(recipe, shape, sizes | {"sglang": FP8_CACHE})
 
 
 def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
@@ -81,8 +89,9 @@ def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
     for fraction in sorted(
         {*FRACTIONS, *([recipe_fraction] if recipe_fraction is not None else [])}
     ):
-        engine = {**overlay["rollout"]["engine"], "sglang": {"mem_fraction_static": fraction}}
-        yield {**overlay, "rollout": {"engine": engine}}
+        engine = overlay["rollout"]["engine"]
+        sglang = engine.get("sglang", {}) | {"mem_fraction_static": fraction}
+        yield {**overlay, "rollout": {"engine": {**engine, "sglang": sglang}}}
 
 
 def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
@@ -95,13 +104,10 @@ def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     shape = resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
     for tp, cp in product(divisors(recipe.placement.gpus_per_node), divisors(recipe_layout.cp)):
-        for pp, vpp, ep in product(
-            divisors(recipe_layout.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts
-        ):
-            if pp == 1 < vpp:
-                stages = None
-            else:
-                stages = _stage_layers(recipe_layout, shape, pp, vpp)
+        stage_ranks = divisors(recipe_layout.world_size // (tp * cp))
+        pipelines = [(pp, vpp) for pp in stage_ranks for vpp in _chunk_counts(shape, pp)]
+        for (pp, vpp), ep in product(pipelines, experts):
+            stages = _stage_layers(recipe_layout, shape, pp, vpp)
             if stages is None:
                 continue
             overlay = {
@@ -195,6 +201,14 @@ def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -
         if are_valid(resolve(overlaid(recipe, overlay))):
             yield overlay
             return
+
+
+def _chunk_counts(shape: ModelShape, pp: int) -> list[int]:
+    """The numbers of virtual stages that are tried for each of so many pipeline ranks."""
+    if pp == 1:
+        return [1]
+    most = min(MOST_CHUNKS, shape.num_layers // pp)
+    return sorted({*range(1, min(FEW_CHUNKS, most) + 1), most} - {0})
 
 
 def _stage_layers(

@@ -33,19 +33,20 @@ from megarl.plan.step_time import step_times
 SPARE = 0.05
 
 
-Need = Literal["fp8", "deepep", "draft", "offload", "moments"]
+Need = Literal["fp8", "cache", "deepep", "draft", "offload", "moments"]
 Needs = frozenset[Need]
 
 
 def needs_of(recipe: Recipe) -> Needs:
     """What a recipe needs besides GPUs.
 
-    fp8: a correction of the samples' probabilities; deepep: its kernels; draft: an MTP layer; offload: host memory;
-    moments: a beta2 that is not near 1.
+    fp8, and a cache in fp8: a correction of the samples' probabilities; deepep: its kernels; draft: an MTP layer;
+    offload: host memory; moments: a beta2 that is not near 1.
     """
     engine = recipe.rollout.engine
     needs: dict[Need, bool] = {
         "fp8": engine.fp8,
+        "cache": str(engine.sglang.get("kv_cache_dtype")).startswith("fp8"),
         "deepep": engine.experts == "deepep" or is_flex(recipe.train),
         "draft": engine.draft > 0,
         "offload": recipe.train.optimizer_offload,
@@ -114,7 +115,9 @@ class Estimator:
     sizes: ModelSizes
     parts: Mapping[tuple[RoleName, int], LayerSizes] = field(default_factory=dict)
     _shares: dict[tuple[object, ...], RankWork] = field(default_factory=dict)
-    _rollouts: dict[tuple[EngineLayout, GroupLimits], RolloutTime] = field(default_factory=dict)
+    _rollouts: dict[tuple[EngineLayout, GroupLimits, float], RolloutTime] = field(
+        default_factory=dict
+    )
 
     def estimate(self, overlay: Overlay) -> Estimate:
         """The layouts must have no error."""
@@ -169,7 +172,8 @@ class Estimator:
 
     def rollout(self, roles: Roles, memory: MemoryPlan) -> RolloutTime:
         """As `rollout_of`."""
-        key = roles.engines, group_limits(roles.recipe, self.hardware, memory)
+        limits = group_limits(roles.recipe, self.hardware, memory)
+        key = roles.engines, limits, memory.kv.token_bytes
         if key not in self._rollouts:
             self._rollouts[key] = rollout_of(roles, self.hardware, memory, self.samples)
         return self._rollouts[key]

@@ -124,15 +124,17 @@ class ComputingModel:
         """Seconds in which the weights cross PCIe."""
         return self.weights_bytes / self.hardware.pcie_bytes_per_s
 
-    @property
-    def forward_s(self) -> float:
-        """Seconds of one forward pass over the step's samples."""
-        return self.passes_s(forwards=1, backwards=0)
+    def forward_s(self, updates: int | None = None) -> float:
+        """Seconds of one forward pass over the samples of so many of the step's updates, or of all.
 
-    def passes_s(self, *, forwards: int, backwards: int) -> float:
-        """So many passes over the step's samples, stretched by bubble, imbalance and the fullest stage's layers."""
-        stretch = (1 + self.share.bubble) * self.layers.unevenness
-        return stretch * self._mean_stage_s(forwards, backwards)
+        The pipeline fills and drains once, and all stages wait for the one with the most layers.
+        """
+        of_all = self.share.updates
+        num = of_all if updates is None else updates
+        if not num:
+            return 0.0
+        once_s = num / of_all * self._mean_stage_s(1, 0)
+        return (1 + self.share.bubble / num) * self.layers.unevenness * once_s
 
     @property
     def updates_s(self) -> float:
@@ -299,10 +301,10 @@ def step_times(
     score_s = critic_s = 0.0
     if critic := models.get("critic"):
         # a forward pass for the values, then its updates
-        learning["critic"] = replace(critic.learning_time(), values_s=critic.forward_s)
+        learning["critic"] = replace(critic.learning_time(), values_s=critic.forward_s())
         critic_s = learning["critic"].total_s
     if scorer := models.get("reward_model"):
-        score_s = scorer.memory_s + scorer.forward_s
+        score_s = scorer.memory_s + scorer.forward_s()
     nodes = -(-recipe.placement.gpus // node)
     step = StepTime(
         rollout_s=0.0,
@@ -357,10 +359,10 @@ def policy_time(recipe: Recipe, model: ComputingModel) -> TrainTime:
     with_pass = ALGORITHMS[name].updates_with_pass(
         hyperparameters_of(name, recipe.algorithm), updates
     )
-    old_logprobs = model.forward_s * len(with_pass) / updates
+    old_logprobs = model.forward_s(len(with_pass))
     reference = 0.0
     if has_reference(recipe.algorithm, recipe.reference.use):
-        reference = model.forward_s
+        reference = model.forward_s()
     merged = trains_merged(recipe)
     # its weights and the policy's change places, and back
     if reference_copy(recipe) or (reference and merged):

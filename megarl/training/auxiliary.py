@@ -65,7 +65,7 @@ class AuxiliaryRank(TrainingRank):
 
         The readers are the ranks of the policy.
         """
-        shares = [self.values_of(share) for share in self._shares(call.updates, call.groups)]
+        shares = self.values_of(self._shares(call.updates, call.groups))
         values = None
         if self._model.is_last_stage:
             values = [value_T for share in shares for value_T in share.values or ()]
@@ -73,13 +73,19 @@ class AuxiliaryRank(TrainingRank):
         by_reader = values_by_reader(refs_of(call.updates), values, call.readers, dp_rank)
         return TokenValuesResult(by_reader, shares)
 
-    def values_of(self, micro_batches: MicroBatches) -> ShareValues:
-        """The token values of one update's share, aligned to the token that each is about (the first: 0)."""
-        values = self.token_outputs(micro_batches)
+    def values_of(self, shares: Sequence[MicroBatches]) -> list[ShareValues]:
+        """The token values of each update's share, aligned to the token that each is about (the first: 0)."""
+        values = self.outputs_by_share(shares)
         if self._kind.has_scores:
-            return ShareValues(values)
+            return [ShareValues(own) for own in values]
         with host_offload.swapped_in(self.params(), self._reference):
-            reference = self.token_outputs(micro_batches)
+            reference = self.outputs_by_share(shares)
+        return [self._rewards(*pair) for pair in zip(values, reference, strict=True)]
+
+    def _rewards(
+        self, values: list[FloatArray] | None, reference: list[FloatArray] | None
+    ) -> ShareValues:
+        """The process rewards of an implicit reward model."""
         if values is None or reference is None:
             return ShareValues(None)
         beta = self._hyperparameters.prime_beta

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 
 import numpy as np
@@ -194,12 +194,16 @@ class PolicyRank(TrainingRank):
     def _logprobs(self, algorithm: str, shares: Sequence[UpdateShare]) -> Logprobs:
         """Log-probabilities by the policy as it is now, then by the reference, where the updates read them."""
         hyperparameters = self._hyperparameters(algorithm)
-        (replay, _) = self._sampling(algorithm)
+        (replay, temperature) = self._sampling(algorithm)
         old: list[list[FloatArray] | None] = [None for _ in shares]
         choices: list[list[HostChoices] | None] = [None for _ in shares]
-        for index in ALGORITHMS[algorithm].updates_with_pass(hyperparameters, len(shares)):
-            share = shares[index]
-            old[index] = self.token_outputs(share.micro_batches, share.choices, share.temperature)
+        indices = ALGORITHMS[algorithm].updates_with_pass(hyperparameters, len(shares))
+        with_pass = [shares[index] for index in indices]
+        of_batches = [*chain(*(share.choices or () for share in with_pass))]
+        micro_batches = [share.micro_batches for share in with_pass]
+        outputs = self.outputs_by_share(micro_batches, of_batches or None, temperature)
+        for index, share, logprobs in zip(indices, with_pass, outputs, strict=True):
+            old[index] = logprobs
             if replay == "r2":
                 choices[index] = [
                     moved_to_host(batch_choices) for batch_choices in share.choices or ()
@@ -207,12 +211,9 @@ class PolicyRank(TrainingRank):
         reference: list[list[FloatArray] | None] = [None for _ in shares]
         if self._has_reference and ALGORITHMS[algorithm].learns_from == "rewards":
             with self._as_reference():
-                reference = [
-                    self.token_outputs(
-                        update_share.micro_batches, temperature=update_share.temperature
-                    )
-                    for update_share in shares
-                ]
+                reference = self.outputs_by_share(
+                    [share.micro_batches for share in shares], temperature=temperature
+                )
         penalties = None
         if hyperparameters.pays_kl and self._model.is_last_stage:
             flat_old, flat_reference = (

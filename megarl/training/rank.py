@@ -7,6 +7,8 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +212,29 @@ class TrainingRank:
         def keep(row: PackedRow, output_T: Tensor, *_: Tensor) -> tuple[Tensor, list[FloatArray]]:
             return output_T.sum(), unpack(row, output_T)
 
-        rows = self._rows(micro_batches)
+        # choices are given apart, and this pass is of all updates
+        rows = [replace(row, experts_LMK=None) for row in self._rows(micro_batches)]
         done = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
         if self._model.is_last_stage:
             return [array for arrays in done.results for array in arrays]
         return None
+
+    def outputs_by_share(
+        self,
+        shares: Sequence[MicroBatches],
+        choices: Sequence[Choices] | None = None,
+        temperature: float = 1.0,
+    ) -> list[list[FloatArray] | None]:
+        """`token_outputs` of each update's share, in one pass: the pipeline fills and drains once, not once an update.
+
+        choices: for the micro-batches of all shares, in order.
+        """
+        if not shares:
+            return []
+        outputs = self.token_outputs([*chain(*shares)], choices, temperature)
+        if outputs is None:
+            return [None for _ in shares]
+        return [*regrouped(outputs, [[*chain(*share)] for share in shares])]
 
     def _update(
         self,

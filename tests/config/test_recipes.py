@@ -31,6 +31,15 @@ from scripts.keep_layers import keep_layers
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 DEBUG = ("debug_rollout.yaml", "debug_train.yaml")
+ENGINE_LOGPROBS = "engine_logprobs.yaml"
+FAST_30B = "qwen3_30b_16gpus.yaml", "fast_qwen3_30b_16gpus.yaml"
+OF_235B = [
+    (),
+    ("fp8_rollout_qwen3_235b.yaml",),
+    ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"),
+]
+FAST_235B = "qwen3_235b_128gpus.yaml", "fast_qwen3_235b_128gpus.yaml"
+FAST_DEEPSEEK = "fp8_rollout_deepseek671b.yaml", "deepep_training_deepseek671b.yaml"
 DEEPSEEK_512 = "deepseek671b_512gpus.yaml", "fp8_rollout_deepseek671b.yaml"
 # What is laid over the recipes of a model; the recipes themselves are all that there are.
 OVERLAYS: dict[str, list[tuple[str, ...]]] = {
@@ -40,15 +49,19 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "search_r1_qwen3_30b": [(), ("search_r1_qwen3_235b.yaml",)],
     "qwen3_30b": [
         (), ("qwen3_30b_16gpus.yaml",), ("qwen3_30b_16gpus.yaml", "smoke.yaml"), ("fp8_rollout.yaml",),
+        FAST_30B, (*FAST_30B, ENGINE_LOGPROBS),
         *((overlay,) for overlay in DEBUG),
     ],
+    # two models on 128 GPUs, which want another layout
+    "vapo_qwen3_235b": [*OF_235B, *((overlay,) for overlay in DEBUG)],
     "qwen3_235b": [
-        (), ("fp8_rollout_qwen3_235b.yaml",), ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"),
+        *OF_235B,
+        ("qwen3_235b_128gpus.yaml",), FAST_235B, (*FAST_235B, ENGINE_LOGPROBS),
         *((overlay,) for overlay in DEBUG),
     ],
     "deepseek671b": [
         (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((overlay,) for overlay in DEBUG),
-        ("fp8_rollout_deepseek671b.yaml", "deepep_training_deepseek671b.yaml"),
+        FAST_DEEPSEEK, (*FAST_DEEPSEEK, ENGINE_LOGPROBS),
     ],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((overlay,) for overlay in DEBUG)],
     "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((overlay,) for overlay in DEBUG)],

@@ -64,7 +64,7 @@ EVERY_UPDATE = patch.object(
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank has after a step; passes: how often the policy computed the logprobs of an update before it."""
+    """What a rank has after a step; passes: of how many updates the policy computed the logprobs before it."""
 
     passes: int
     metrics: list[Statistics]
@@ -142,10 +142,11 @@ def from_start(trainer: Any) -> Callable[[str], Step]:
         trainer.begin_restore(num_bytes)
         trainer.restore_bytes(0, state)
         trainer.finish_restore(small)
-        with patch.object(trainer, "token_outputs", wraps=trainer.token_outputs) as outputs:
+        with patch.object(trainer, "outputs_by_share", wraps=trainer.outputs_by_share) as outputs:
             metrics = trainer.train(call_of(trainer, algorithm))
         weights = {name: weight.clone() for name, weight in trained(trainer).items()}
-        return Step(outputs.call_count, metrics, weights, trainer.row_diffs())
+        (shares, *_), _ = outputs.call_args
+        return Step(len(shares), metrics, weights, trainer.row_diffs())
 
     return train
 
@@ -215,12 +216,10 @@ def bypass(trainer: Any) -> dict[str, Any]:
     ]
     set_algorithm(trainer, "grpo")
     plain = train("grpo")
-    passes = iter(engine_logp)
-    own = trainer.token_outputs
-    trainer.token_outputs = lambda *_: next(passes) if trainer._model.is_last_stage else None
-    with EVERY_UPDATE:
+    flat = [logp_T for of_update in engine_logp for logp_T in of_update]
+    returned = flat if trainer._model.is_last_stage else None
+    with EVERY_UPDATE, patch.object(trainer, "token_outputs", return_value=returned):
         expected = train("grpo")
-    trainer.token_outputs = own
     set_algorithm(trainer, "grpo", old_logprobs="engine")
     step = train("grpo")
     return {

@@ -46,7 +46,7 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
 
     critic: Any = AuxiliaryRank(rank, role_of(made, "critic", has_scores=True), meet, "values")
     part = uneven_part(critic)
-    metrics, values = [], critic.values_of(part.micro_batches)
+    metrics, (values,) = [], critic.values_of([part.micro_batches])
     with recorded(critic) as learning:
         for _ in range(STEPS):
             if takes_turns:

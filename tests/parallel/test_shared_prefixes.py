@@ -215,7 +215,7 @@ def learn_values(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     critic: Any = AuxiliaryRank(rank, role_of(made, "critic", has_scores=True), meet, "values")
     sequences = samples()
     part = world_part(assign(sequences, 0, 1, MICRO_BATCHES), sequences, DENOMINATOR)
-    values = critic.values_of(part.micro_batches)
+    (values,) = critic.values_of([part.micro_batches])
     with recorded(critic) as learning:
         metrics = [
             numbers(critic.train_step(part.micro_batches, values, part.norms, LR))

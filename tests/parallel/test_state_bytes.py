@@ -114,7 +114,7 @@ def critic(rank: int, meet: Address, made: Any, copies: list[Copy] | None) -> An
     part = uneven_part(ranks)
 
     def learn() -> list[dict[str, float]]:
-        values = ranks.values_of(part.micro_batches)
+        (values,) = ranks.values_of([part.micro_batches])
         return [numbers(ranks.train_step(part.micro_batches, values, part.norms, LR))]
 
     copy = None

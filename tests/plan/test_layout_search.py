@@ -27,6 +27,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.plan import candidates
 from megarl.plan.batch import step_samples
 from megarl.plan.candidates import (
+    FP8_CACHE,
     Overlay,
     engine_overlays,
     train_overlays,
@@ -259,6 +260,12 @@ def test_the_recipes_own_stages_stay() -> None:
     assert candidates._stage_layers(layout, shape, 32, 2) is None  # 64 stages
 
 
+def test_the_most_virtual_stages_are_tried_besides_a_few() -> None:
+    shape = ModelShape(61, 64, 4, 4, 16, 300)
+    counts = {pp: candidates._chunk_counts(shape, pp) for pp in (1, 4, 8, 16, 64)}
+    assert counts == {1: [1], 4: [1, 2, 3, 4, 8], 8: [1, 2, 3, 4, 7], 16: [1, 2, 3], 64: []}
+
+
 def test_candidates_are_valid_and_keep_their_gpus(tmp_path: Path) -> None:
     small_recipe = stand_ins(planning.small(tmp_path, *KEYS))[0]
     engines, trains = list(engine_overlays(small_recipe, CARD)), list(train_overlays(small_recipe))
@@ -269,6 +276,12 @@ def test_candidates_are_valid_and_keep_their_gpus(tmp_path: Path) -> None:
         roles = resolve(overlaid(small_recipe, overlay))
         assert roles.engines.count * roles.engines.tp == 8
         assert roles.engines.ep == roles.engines.tp or not roles.engines.deepep
+    cached = [overlay["rollout"] for overlay in engines if "sglang" in overlay["rollout"]["engine"]]
+    assert cached and all(rollout["engine"]["fp8"] for rollout in cached)
+    fractions = with_fraction(small_recipe, {"rollout": cached[0]})
+    assert all(
+        FP8_CACHE.items() <= over["rollout"]["engine"]["sglang"].items() for over in fractions
+    )
     assert {overlay["train"]["pp"] for overlay in trains} == {1, 2, 4}
     assert {overlay["train"]["tp"] for overlay in trains} == {1, 2, 4}  # 8 would leave a node
     assert {overlay["train"]["ep"] for overlay in trains} == {1, 2, 4, 8}

@@ -208,6 +208,34 @@ def test_adapters_alone_are_gigabytes_not_terabytes() -> None:
     assert 30e9 < merged[0] < 40e9 and merged[1] > 2e12
 
 
+def since_november() -> Iterator[Any]:
+    """Each row of the table in docs/plan.md: recipe, overlays, (rollout, training, step) in seconds, times as fast.
+
+    A recipe's first row is what it was in November; those of Qwen3-30B are planned by day.
+    """
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    number = r"([\d,.]+) "
+    rows = re.findall(rf"\| `(\w+)` \| (`.*`) \| {number}\| {number}\| {number}\| {number}\|", page)
+    assert len(rows) > 6
+    first_step_s: dict[str, float] = {}
+    for name, overlays, *texts in rows:
+        over = tuple(f"{overlay}.yaml" for overlay in re.findall(r"`(\w+)`", overlays))
+        *seconds, gain = [float(text.replace(",", "")) for text in texts]
+        assert gain == pytest.approx(
+            first_step_s.setdefault(name, seconds[-1]) / seconds[-1], abs=0.01
+        )
+        marks = [] if name == "dapo_qwen3_30b" else [pytest.mark.nightly]
+        yield pytest.param(name, over, tuple(seconds), id="+".join([name, *over]), marks=marks)
+
+
+@pytest.mark.parametrize(("name", "over", "seconds"), list(since_november()))
+def test_overlays_take_by_plan_what_the_page_says(
+    name: str, over: tuple[str, ...], seconds: tuple[float, ...]
+) -> None:
+    step = planned(name, over).step
+    assert (step.rollout_s, step.train_s, step.total_s) == pytest.approx(seconds, rel=0.02)
+
+
 def held(recipe: Recipe) -> MemoryPlan:
     there = stand_ins(recipe)[0]
     hardware = load_hardware(recipe.placement.hardware)

@@ -116,7 +116,7 @@ def test_exchanges_of_experts_are_hidden_behind_products_where_passes_are_paired
     )
     hidden = 1.25 * HIDDEN_SHARE * 0.5 * shorter / 0.8
     assert without(model).updates_s - model.updates_s == pytest.approx(hidden)
-    assert model.forward_s == without(model).forward_s
+    assert model.forward_s() == without(model).forward_s()
 
 
 def test_shared_experts_are_hidden_behind_their_layers_exchange_in_every_pass() -> None:
@@ -125,12 +125,16 @@ def test_shared_experts_are_hidden_behind_their_layers_exchange_in_every_pass() 
     tokens = 8 * 100 / 4
     reached = 16 * 989.4e12 * CARD.compute_share
     products = module_forward_flops(layers.shape, SAMPLES.lengths)["shared_experts"] / reached
-    for passes, backwards, seconds in ((1, 0, "forward_s"), (3, 1, "updates_s")):
-        times = 1 + backwards
+    plain = without(model)
+    forward_s, updates_s = (
+        plain.forward_s() - model.forward_s(),
+        plain.updates_s - model.updates_s,
+    )
+    # the bubble of one pass over both updates, and of each update
+    for passes, times, bubble, gained in ((1, 1, 0.125, forward_s), (3, 2, 0.25, updates_s)):
         shared = passes * products + times * layers.part_s("shared_experts", tokens)
         hidden = HIDDEN_SHARE * min(times * layers.exchanges(tokens).experts, shared)
-        gained = getattr(without(model), seconds) - getattr(model, seconds)
-        assert gained == pytest.approx(1.25 * hidden / 0.8)
+        assert gained == pytest.approx((1 + bubble) * hidden / 0.8)
     plain = hiding("shared_experts")
     assert plain.updates_s == without(plain).updates_s
 
@@ -138,7 +142,13 @@ def test_shared_experts_are_hidden_behind_their_layers_exchange_in_every_pass() 
 def test_all_stages_wait_for_the_one_with_the_most_layers() -> None:
     layout = replace(LAYOUT, stage_layers=(6, 4))
     uneven = replace(MODEL, layers=replace(LAYERS, layout=layout))
-    assert uneven.forward_s == pytest.approx(MODEL.forward_s * 6 / 5)
+    assert uneven.forward_s() == pytest.approx(MODEL.forward_s() * 6 / 5)
+
+
+def test_a_forward_pass_fills_the_pipeline_once_for_however_many_updates() -> None:
+    assert MODEL.forward_s(0) == 0
+    assert MODEL.forward_s() == MODEL.forward_s(2)
+    assert MODEL.forward_s(1) / MODEL.forward_s(2) == pytest.approx(1.25 / (2 * 1.125))
 
 
 @pytest.mark.parametrize(
@@ -164,10 +174,12 @@ def test_the_old_policy_and_the_reference_are_asked_where_they_are_read(
     )
     assert step_time.policy_time(dropping, once).old_logprobs_s > 0
     # the first of two updates has its own
-    half = MODEL.forward_s * (1 if keys == ["algorithm.name=reinforce_pp"] else 0.5)
+    half = MODEL.forward_s(2 if keys == ["algorithm.name=reinforce_pp"] else 1)
     assert times.old_logprobs_s == pytest.approx(half)
     if has_reference:
-        assert times.reference_s == pytest.approx(MODEL.forward_s + 4 * 2e9 / CARD.pcie_bytes_per_s)
+        assert times.reference_s == pytest.approx(
+            MODEL.forward_s() + 4 * 2e9 / CARD.pcie_bytes_per_s
+        )
 
 
 def test_gradients_of_experts_are_summed_over_their_own_replicas() -> None:

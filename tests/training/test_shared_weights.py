@@ -64,7 +64,7 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
     before = digest(frozen)
     set_b(critic)
     part = uneven_part(critic)
-    metrics, first = [], critic.values_of(part.micro_batches)
+    metrics, (first,) = [], critic.values_of([part.micro_batches])
     with recorded(critic) as learning:
         for _ in range(STEPS):
             critic.offload()
@@ -83,7 +83,7 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
         critic.save(folder, number=1)
         critic.finish_save(number=2)
     assert digest(frozen) == before, "no step has changed the policy's weights"
-    last = critic.values_of(part.micro_batches)
+    (last,) = critic.values_of([part.micro_batches])
     return {"first": first.values, "last": last.values, "metrics": metrics, "learning": learning}
 
 
