@@ -24,9 +24,10 @@ fi
 say "ruff check"
 ruff check .
 ruff format --check --quiet .
-say "pyright"
-pyright --pythonpath "$VENV/bin/python"
+types=(pyright --pythonpath "$VENV/bin/python")
 if (($#)); then
+    say "pyright"
+    "${types[@]}"
     say "pytest $*"
     exec python -m pytest "$@"
 fi
@@ -35,40 +36,42 @@ if [[ $device == cuda ]]; then # the runs of the tests want four GPUs, which the
     export MEGARL_DEVICE=cpu
 fi
 folder=$(mktemp -d /tmp/t-XXXX) # of all: what libraries leave among the temporary files goes with it
+tests=(python -m pytest -p no:cacheprovider)
 slow=(-m "slow and not nightly")
 runs=(tests/end_to_end/test_{ending,run,silent_faults,slurm}.py) # half of the end-to-end tests
 plans=(tests/plan tests/training tests/tracking)
 processes=(tests/cluster tests/config tests/environments tests/slurm)
 engines=(tests/resharding tests/rollout)
 elsewhere=(tests/end_to_end "${plans[@]}" "${processes[@]}" "${engines[@]}" tests/parallel)
-parts=( # each, up to its --, is what one pytest gets; the longest come first
-    tests/end_to_end "${runs[@]/#/--ignore=}" --
-    "${runs[@]}" --
-    --ignore=tests/end_to_end -m "not slow" --
-    "${engines[@]}" "${slow[@]}" --
-    tests/parallel "${slow[@]}" --
-    "${processes[@]}" "${slow[@]}" --
-    "${plans[@]}" "${slow[@]}" --
-    "${elsewhere[@]/#/--ignore=}" "${slow[@]}" --
+parts=( # commands, each up to its --; the longest come first
+    "${tests[@]}" tests/end_to_end "${runs[@]/#/--ignore=}" --
+    "${tests[@]}" "${runs[@]}" --
+    "${tests[@]}" --ignore=tests/end_to_end -m "not slow" --
+    "${tests[@]}" "${engines[@]}" "${slow[@]}" --
+    "${tests[@]}" tests/parallel "${slow[@]}" --
+    "${tests[@]}" "${processes[@]}" "${slow[@]}" --
+    "${types[@]}" --
+    "${tests[@]}" "${plans[@]}" "${slow[@]}" --
+    "${tests[@]}" "${elsewhere[@]/#/--ignore=}" "${slow[@]}" --
 )
 lane() { # one part after the other that no other lane has begun
     trap 'exit 130' INT # pytest answers it too; the next one must not begin
-    local failed=0 number=0 arguments=()
-    for argument in "${parts[@]}"; do
-        if [[ $argument != -- ]]; then
-            arguments+=("$argument")
+    local failed=0 number=0 command=()
+    for word in "${parts[@]}"; do
+        if [[ $word != -- ]]; then
+            command+=("$word")
             continue
         fi
         number=$((number + 1))
         if mkdir "$folder/$number" 2>/dev/null; then
-            TMPDIR=$folder/$number python -m pytest -p no:cacheprovider "${arguments[@]}" || failed=$?
+            TMPDIR=$folder/$number "${command[@]}" || failed=$?
         fi
-        arguments=()
+        command=()
     done
     exit "$failed"
 }
 set -m # each in a process group of its own, which Ctrl-C here ends as a whole
-say "pytest in three lanes, two of them in the background, printed at the end"
+say "pyright and pytest in three lanes, two of them in the background, printed at the end"
 lanes=()
 for name in second third; do
     lane >"$folder/$name.log" 2>&1 &

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -29,6 +30,9 @@ from tests.tiny_engines import (  # noqa: F401 - fixtures
 # an example's default bound of 0.2 s knows how busy it is
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+# as at a terminal: a suite that runs in the background begins, and with it all that it starts, with SIGINT ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -542,7 +542,6 @@ _DIES = """
 import os, signal, sys
 from megarl.cluster.processes import raise_on_sigterm
 raise_on_sigterm()
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
 from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 with Cluster(2) as cluster:

@@ -48,7 +48,6 @@ def run():
 
 raise_on_sigterm()
 note_sigusr1()
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
 sys.exit(supervised(run, print))
 """
 

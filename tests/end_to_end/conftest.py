@@ -115,11 +115,6 @@ def convert(folder: Path, run: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _take_interrupts() -> None:
-    """As at a terminal: a test suite that runs in the background hands SIGINT down ignored."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @pytest.fixture(scope="session")
 def inputs(tiny_model: Path, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's own model and data, where its recipe looks for them."""
@@ -154,7 +149,6 @@ def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_take_interrupts,
         )
         started.append(Command(process, tmp_path, marker, before))
         return started[-1]

@@ -619,6 +619,7 @@ PARTS = [
     *(" --ignore=tests/end_to_end/test_slurm.py", " tests/end_to_end/test_slurm.py", "-m not slow"),
     *(f" tests/rollout {SLOW}", f" tests/parallel {SLOW}"),
     *(f" tests/slurm {SLOW}", f" tests/tracking {SLOW}", f"--ignore=tests/parallel {SLOW}"),
+    "pyright --pythonpath",
 ]
 
 
@@ -626,12 +627,13 @@ PARTS = [
 def test_test_sh_fails_where_any_part_does(ready: Sandbox, fails: str) -> None:
     for program in PROGRAMS:
         ready.stand_in(program, "")
-    body = f'echo "tests: $*"\n[[ $* != *"{fails}" ]] || exit 3\n'
-    bash_file(ready.repo / ".venv/bin/python", body)
+    body = f'line="part: ${{0##*/}} $*"; echo "$line"\n[[ $line != *"{fails}"* ]] || exit 3\n'
+    for tool in ("python", "pyright"):
+        bash_file(ready.repo / ".venv/bin" / tool, body)
     done = ready.test()
     assert done.returncode == 3, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("tests: ")]
-    run = [[part for part in PARTS if line.endswith(part)] for line in lines]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("part: ")]
+    run = [[part for part in PARTS if part in line] for line in lines]
     assert sorted(run) == sorted([part] for part in PARTS), "each by one lane alone"
 
 
