@@ -45,6 +45,7 @@ _FETCH_S = 10.0  # for an error of another node
 _CALLS = 2**20
 # between two heartbeats of all workers there is so much for each: asking takes this process a fiftieth of it
 _PULSE_S = 0.01
+_LOOK_S = 1.0  # between two looks at the raylet
 
 
 def at_arrival(ref: Ref) -> Any:
@@ -109,7 +110,8 @@ class _Shell:
         self._stillness = Stillness()
         # what Ray's own threads do is no progress, nor what this event loop does
         self._spared_threads: list[int] = []
-        # on another node than the controller's, which watches the raylet there
+        # On another node than the controller's, which watches the raylet there. Looked at without being asked: the
+        # controller may wait for a result that this raylet has.
         self._stopped_raylet: StoppedRaylet | None = None
 
     async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
@@ -156,12 +158,13 @@ class _Shell:
         return own_placement(gpu, ray.util.get_node_ip_address())
 
     async def watch(self) -> None:
-        await asyncio.Event().wait()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._stopped_raylet:
+                self._stopped_raylet.look()
 
     async def pulse(self) -> Pulse:
         # on the event loop, so that it answers while the thread is busy
-        if self._stopped_raylet:
-            self._stopped_raylet.look()
         return Pulse(os.getpid(), self._is_made.is_set(), self._still_s())
 
     def _still_s(self) -> float:
