@@ -99,7 +99,9 @@ def set_small_state(optimizer: ChainedOptimizer, content: bytes) -> None:
     set_random_state(state["random"])
     groups = [group for chained in stepping(optimizer) for group in chained.optimizer.param_groups]
     for group, step in zip(groups, state["steps"], strict=True):
-        if step is not None:
+        if step is None:  # before the first one
+            group.pop("step", None)
+        else:
             group["step"] = step
 
 

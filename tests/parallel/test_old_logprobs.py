@@ -23,6 +23,7 @@ from megarl.training.row_diffs import RowDiffs
 from megarl.types import Row, SampleGroup
 from tests.parallel.adapters import lora_recipe, set_b
 from tests.parallel.conftest import write_checkpoint
+from tests.parallel.test_fused_adam import HALVES
 from tests.parallel.test_parity import RECOMPUTE
 from tests.parallel.worlds import recipe, run_world, trained
 from tests.samples.responses import random_group, with_row
@@ -41,9 +42,9 @@ WORLDS: dict[str, tuple[TrainLayout, dict[str, Any], bool]] = {
         False,
     ),
     "pp2 dp2, lora": (TrainLayout(4, 1, 2, 1), {}, True),
-    "bfloat16, merged lora, r3": (
+    "bfloat16, merged lora, r3, small states": (
         TrainLayout(1, 1, 1, 1),
-        {"replay": "r3", "dtype": "bfloat16"},
+        {"replay": "r3", "dtype": "bfloat16", "optimizer": HALVES},
         True,
     ),
 }
