@@ -14,17 +14,12 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.model.shape import ModelShape
-from megarl.parallel.option_values import (
-    BFLOAT16_MOMENTS,
-    HALF_MOMENTS_BETA,
-    PRECISION_AWARE,
-    has_bfloat16_moments,
-)
 from megarl.placement.overlaps import PLAIN_EXCHANGE
 from megarl.placement.recomputation import ladder, recompute_keys, recomputed_parts
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
 from megarl.plan.fit import RANKS_OF_LONGEST, are_valid, split_budget
+from megarl.plan.optimizer_memory import smaller_states
 
 Overlay = dict[str, Any]
 # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
@@ -38,7 +33,6 @@ MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the ne
 # the first are tried, and the largest up to the second: NVIDIA's recipe for Llama 3.1 405B has PP 8 with 8 of them.
 FEW_CHUNKS = 4
 MOST_CHUNKS = 8
-_HALVES_BETA2 = 0.95  # with moments in bfloat16: DeepSeek-V3's
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
 
 
@@ -153,23 +147,13 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
 
 
 def _optimizer_states(recipe: Recipe) -> Iterator[Overlay]:
-    """Where AdamW's state is, and in which types, as keys of `train`: on the GPU as small as it is exact, or smaller.
-
-    With moments in bfloat16 beta2 may have to change; a beta1 that does not allow them is left as it is.
-    """
-    options = recipe.train.optimizer
+    """Where AdamW's state is, and in which types, as keys of `train`; on the GPU it is smaller than by default."""
     if recipe.lora or recipe.model.dtype != "bfloat16":
         yield {"optimizer_offload": False}
         return
     yield {"optimizer_offload": True}
-    precise = options | {PRECISION_AWARE: True}
-    yield {"optimizer_offload": False, "optimizer": precise}
-    if has_bfloat16_moments(options) or options.get("adam_beta1", 0.9) > HALF_MOMENTS_BETA:
-        return
-    halves = precise | BFLOAT16_MOMENTS
-    if options.get("adam_beta2", 1.0) > HALF_MOMENTS_BETA:
-        halves["adam_beta2"] = _HALVES_BETA2
-    yield {"optimizer_offload": False, "optimizer": halves}
+    for options in smaller_states(recipe):
+        yield {"optimizer_offload": False, "optimizer": options}
 
 
 def with_exchange(overlay: Overlay, options: Mapping[str, bool | str | None]) -> Overlay:

@@ -16,6 +16,7 @@ from megarl.placement.recomputation import cleared_fields, ladder, recomputed_pa
 from megarl.placement.roles import Roles, engine_layout, resolve
 from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSizes, resized, sizes_of
+from megarl.plan.optimizer_memory import smaller_states
 from megarl.plan.phase_memory import COMPUTES, MemoryPlan
 from megarl.plan.step_time import StepTime
 from megarl.preflight.layout_checks import engine_errors, node_errors, slot_errors
@@ -232,6 +233,9 @@ def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
         num_stages = max(role.layout.pp for role in models.values() if role.trains)
         yield from _recompute_changes(models["policy"].shape, train, num_stages)
     if phase != "score" and not train.optimizer_offload:
+        for options in smaller_states(recipe):
+            if options != train.optimizer:
+                yield {"train.optimizer": options}
         yield {"train.optimizer_offload": True}
     for ranks in RANKS_OF_LONGEST:
         budget = split_budget(recipe, ranks)

@@ -30,7 +30,7 @@ from megarl.plan.engine_memory import (
 )
 from megarl.plan.fit import are_valid
 from megarl.plan.model_size import ModelSize, model_sizes
-from megarl.plan.optimizer_memory import state_bytes
+from megarl.plan.optimizer_memory import smaller_states, state_bytes
 from megarl.plan.phase_memory import CONTEXT_BYTES, PINNED_SHARE, communicators
 from tests.plan import plans
 
@@ -397,6 +397,47 @@ def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
     changed = overlaid(recipe, {"train": {"tokens_per_micro_batch": 10240}})
     device = plans.count(changed, small, {"policy": replace(size, recipe=changed)}).device
     assert device["train"].total_bytes <= 3_000_000_000 < plan.device["train"].total_bytes
+
+
+REMAINDERS = "train.optimizer to {use_precision_aware_optimizer: true"
+MOMENTS = "exp_avg_dtype: bfloat16, exp_avg_sq_dtype: bfloat16, adam_beta2: 0.95}"
+
+
+@pytest.mark.parametrize(
+    ("too_much", "advice"),
+    [
+        # of a weight's 12 bytes 2 are less with remainders, and 6 with moments in bfloat16 too
+        (1e9, f"{REMAINDERS}}}"),
+        (10e9, f"{REMAINDERS}, {MOMENTS}"),
+        (30e9, "train.optimizer_offload to true"),
+    ],
+)
+def test_a_smaller_state_is_advised_before_one_on_the_host(
+    made: Recipe, too_much: float, advice: str
+) -> None:
+    tight = overlaid(made, {"train": {"tokens_per_micro_batch": made.longest_sequence}})
+    sizes = sizes_of(tight)
+    needed = plans.count(tight, plans.H800, sizes).device["train"].total_bytes
+    card = plans.H800.model_copy(update={"memory_bytes": int(needed - too_much)})
+    plan = plans.memory(tight, card, sizes)
+    (error,) = (error for error in plan.errors if "the train phase" in error.problem)
+    assert error.hint.startswith(f"set {advice}: then it is")
+
+
+def test_smaller_states_are_those_that_types_and_betas_allow(made: Recipe) -> None:
+    def names(overlay: dict[str, Any]) -> list[list[str]]:
+        return [[*options] for options in smaller_states(overlaid(made, overlay))]
+
+    key = "use_precision_aware_optimizer"
+    moments = ["exp_avg_dtype", "exp_avg_sq_dtype"]
+    assert names({}) == [[key], [key, *moments, "adam_beta2"]]
+    assert names({"model": {"dtype": "float32"}}) == []
+    slow = {"adam_beta1": 0.98}
+    assert names({"train": {"optimizer": slow}}) == [["adam_beta1", key]]
+    fast = {"adam_beta2": 0.95}
+    assert names({"train": {"optimizer": fast}}) == [
+        ["adam_beta2", key], ["adam_beta2", key, *moments],
+    ]  # fmt: skip
 
 
 def test_nothing_is_advised_that_shared_prefixes_are_refused_with(tmp_path: Path) -> None:
