@@ -413,9 +413,14 @@ MOMENTS = "exp_avg_dtype: bfloat16, exp_avg_sq_dtype: bfloat16, adam_beta2: 0.95
     ],
 )
 def test_a_smaller_state_is_advised_before_one_on_the_host(
-    made: Recipe, too_much: float, advice: str
+    tmp_path: Path, too_much: float, advice: str
 ) -> None:
-    tight = overlaid(made, {"train": {"tokens_per_micro_batch": made.longest_sequence}})
+    """Beside engines on slots of their own, whose room none of these changes."""
+    tight = plans.recipe(
+        tmp_path, "qwen3-30b", 12, ep=8, engine={"count": 1, "tp": 4, "ep": 4},
+        placement={"train_gpus": 8, "first_engine_gpu": 8}, megatron=FULL,
+        tokens_per_micro_batch=2048 + 8192,
+    )  # fmt: skip
     sizes = sizes_of(tight)
     needed = plans.count(tight, plans.H800, sizes).device["train"].total_bytes
     card = plans.H800.model_copy(update={"memory_bytes": int(needed - too_much)})
