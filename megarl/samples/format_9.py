@@ -42,9 +42,10 @@ def schema() -> Any:
 
 def upgraded(row: Columns) -> Columns:
     """A row of such a file as one of today's format."""
-    first = {name: row.pop(name) for name in _FLAT}
-    more = row.pop(_MORE_ROWS) or ()
-    return row | {"rows": [_conversation(flat) for flat in (first, *more)]}
+    flat = {name: row[name] for name in _FLAT}
+    others = {name: row[name] for name in row.keys() - {*_FLAT, _MORE_ROWS}}
+    conversations = [flat, *(row[_MORE_ROWS] or ())]
+    return {**others, "rows": [_conversation(conversation) for conversation in conversations]}
 
 
 def _conversation(flat: Columns) -> Columns:

@@ -75,7 +75,7 @@ def comparable(value: Any) -> Any:
     """With arrays as their types and bytes."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return comparable(astuple(value))
     if isinstance(value, tuple):
         return tuple(map(comparable, value))
