@@ -78,9 +78,19 @@ def _stand_in(known: Any) -> _Sealed:
     )
 
 
+def _enum_member(kind: Any, name: Any) -> Any:
+    """A member of a known enum. Python up to 3.11.3, as Debian 12 has it, pickles members as calls of `getattr`."""
+    known = kind._make if type(kind) is _Sealed else None
+    if not isinstance(known, EnumType) or name not in known.__members__:
+        raise pickle.UnpicklingError(_named("builtins.getattr"))
+    return known[name]
+
+
 def _by_name() -> dict[tuple[str, str], Any]:
     """(module, name) as a pickle has them -> what it gets for them."""
     named = {(known.__module__, known.__name__): _stand_in(known) for known in _UNPICKLED}
+    for module in ("builtins", "__builtin__"):  # the latter of protocols before 3
+        named[module, "getattr"] = _stand_in(_enum_member)
     return named | {
         ("torch", name): dtype
         for name, dtype in vars(torch).items()

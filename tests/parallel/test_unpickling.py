@@ -110,6 +110,9 @@ def test_a_module_that_an_index_names_is_not_imported(
         Forged(filesystem.FileSystem),  # of torch's own modules, but no part of an index
         Forged(OrderedDict),
         Forged(torch.load, "ran"),
+        Forged(getattr, torch.serialization._get_layout, "__globals__"),
+        Forged(getattr, WriteItemType, "__class__"),
+        Forged(getattr, WriteItemType, 1),
         ["no", "index"],
         Metadata(state_dict_metadata=[], storage_data={}),  # type: ignore[arg-type]
         Metadata(
@@ -122,6 +125,9 @@ def test_a_module_that_an_index_names_is_not_imported(
         "torch's class",
         "another class",
         "torch.load",
+        "a function's globals",
+        "an enum's class",
+        "no name",
         "a list",
         "no names",
         "a file elsewhere",
@@ -215,6 +221,22 @@ def test_an_index_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> N
     assert metadata.planner_data[0] is WriteItemType(1)
     about: Any = metadata.state_dict_metadata[FACTOR]
     assert type(about.size) is torch.Size
+
+
+@pytest.mark.parametrize("module", [b"builtins", b"__builtin__"])
+def test_members_of_enums_are_read_as_older_pythons_write_them(
+    tmp_path: Path, module: bytes
+) -> None:
+    """Up to 3.11.3: as calls of `getattr`, whose module has its older name in older protocols."""
+    folder = written(tmp_path / "step-000001")
+    index = (folder / ".metadata").read_bytes()
+    assert index.endswith(b"b.")
+    member = b"ctorch.distributed.checkpoint.planner\nWriteItemType\nX\x05\x00\x00\x00SHARD\x86"
+    # BUILD: sets the index's planner_data
+    data = b"}X\x0c\x00\x00\x00planner_datac" + module + b"\ngetattr\n" + member + b"Rsb"
+    (folder / ".metadata").write_bytes(index[:-1] + data + b".")
+    with (folder / ".metadata").open("rb") as file:
+        assert unpickling.read_index(file).planner_data is WriteItemType.SHARD
 
 
 @pytest.mark.parametrize(
