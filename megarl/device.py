@@ -17,7 +17,7 @@ _USES_GPU = torch.cuda.is_available() and os.environ.get(DEVICE_VARIABLE) != "cp
 DEVICE = "cuda" if _USES_GPU else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 LOOPBACK = "127.0.0.1"
-# So many neighbours of a process group are one node to DeepEP (its NUM_MAX_NVL_PEERS), wherever they are.
+# DeepEP takes ranks 8 n to 8 n + 7 of a group for one node with NVLink (NUM_MAX_NVL_PEERS), whatever hosts they are on.
 DEEPEP_NODE_RANKS = 8
 
 

@@ -24,7 +24,7 @@ from ray.experimental.locations import get_local_object_locations
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.deadline import Deadline
-from megarl.cluster.processes import StoppedRaylet
+from megarl.cluster.processes import RayletWatch
 from megarl.cluster.stillness import Stillness, threads, work_of
 from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_errors
@@ -110,20 +110,20 @@ class _Shell:
         self._stillness = Stillness()
         # what Ray's own threads do is no progress, nor what this event loop does
         self._spared_threads: list[int] = []
-        # On another node than the controller's, which watches the raylet there. Looked at without being asked: the
-        # controller may wait for a result that this raylet has.
-        self._stopped_raylet: StoppedRaylet | None = None
+        # On other nodes than the controller's. The worker looks by itself: a controller that waits for a result on this
+        # node sends no heartbeats.
+        self._raylet_watch: RayletWatch | None = None
 
     async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
         self._spared_threads = threads()
         if ray.util.get_node_ip_address() != host:
-            self._stopped_raylet = StoppedRaylet(os.getppid())
+            self._raylet_watch = RayletWatch(os.getppid())
         use_network(host)
         use_sglang_nccl_settings()
         _enter(folder)
         await self._on_thread(_check_device)
         cls = await self._on_thread(_imported, target)
-        with _short_errors():
+        with _errors_for_ray():
             self._target = await self._on_thread(cls, *args)
         self._is_made.set()
         return os.getpid()
@@ -140,7 +140,7 @@ class _Shell:
         await self._is_made.wait()
         function = getattr(self._target, method)
         arguments = _resolved(args)
-        with _short_errors():
+        with _errors_for_ray():
             if asyncio.iscoroutinefunction(function):
                 return await function(*arguments)
             return await self._on_thread(function, *arguments)
@@ -151,7 +151,7 @@ class _Shell:
         return results if count > 1 else results[0]
 
     async def compute(self, function: str, *args: Any) -> Any:
-        with _short_errors():
+        with _errors_for_ray():
             return await self._on_thread(_imported(function), *args)
 
     async def own_placement(self, gpu: int) -> DevicePlacement:
@@ -160,8 +160,8 @@ class _Shell:
     async def watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._stopped_raylet:
-                self._stopped_raylet.look()
+            if self._raylet_watch:
+                self._raylet_watch.kill_if_stopped()
 
     async def pulse(self) -> Pulse:
         # on the event loop, so that it answers while the thread is busy
@@ -419,15 +419,15 @@ class Pulses:
 
 
 @contextmanager
-def _short_errors() -> Iterator[None]:
+def _errors_for_ray() -> Iterator[None]:
     """Shorten an exception, with those that it comes from: Ray leaves a large one on its node, unseen by `ray.wait`.
 
-    That a process is lost stays known; one that gets no more memory from its system is.
+    A `ProcessLost` stays one. What Python raises for want of memory becomes one: the process is of no more use.
     """
     try:
         yield
     except Exception as error:
-        if _is_of_system_memory(error):
+        if _is_out_of_memory(error):
             raise ProcessLost(f"{type(error).__name__}: {error}") from error
         if len("".join(traceback.format_exception(error))) <= _ERROR_LETTERS:
             raise
@@ -439,8 +439,8 @@ def _short_errors() -> Iterator[None]:
         raise kind(f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}") from None
 
 
-def _is_of_system_memory(error: Exception) -> bool:
-    """Whether Python itself has raised it for want of memory; a MemoryError of ours says what there is no room for."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether Python itself has raised it for want of memory. A MemoryError of megarl's has a text, and is none."""
     if isinstance(error, MemoryError):
         return not error.args
     return isinstance(error, RuntimeError) and str(error) == _NO_THREAD

@@ -229,20 +229,23 @@ class RayServers:
         self._ended.clear()
 
 
-class StoppedRaylet:
-    """Ends the raylet that has started this process once a signal has stopped it for too long: its node is lost then.
+class RayletWatch:
+    """Kills the raylet of this worker's node once a signal has stopped it for STOPPED_S: Ray gives up its node at once.
 
-    Ray's own health checks would take 25 s to find it.
+    By Ray's own health checks that takes 25 s. For a worker on another node than the controller's.
     """
 
     def __init__(self, pid: int) -> None:
-        """pid: the raylet's."""
+        """pid: of the raylet, which has started this process."""
         self._raylet = psutil.Process(pid)
         self._looked_at = time.monotonic()
         self._stopped_s = 0.0
 
-    def look(self) -> None:
-        """Judge it by the time since the last look, of which a process that was suspended itself counts little."""
+    def kill_if_stopped(self) -> None:
+        """Kill it where it has been stopped for too long, counting at most 2 s since the last call.
+
+        This process may have been suspended itself.
+        """
         now = time.monotonic()
         passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)
         self._looked_at = now

@@ -49,12 +49,14 @@ def flex_errors(
     elif ranks not in (1, *GROUP_SIZES):
         product = f"{branch}.ep x {branch}.etp is {ranks}"
         problem = f"flex, but {product}, and DeepEP takes {', '.join(map(str, GROUP_SIZES))} ranks"
-        hint = f"set {branch}.ep so that it is {nearest(ranks, [*GROUP_SIZES])}, or remove it"
+        hint = f"set {branch}.ep so that ep x etp is {nearest(ranks, [*GROUP_SIZES])}, or remove it"
         yield UserError(where, problem, hint)
     else:
         yield from _node_errors(min(ranks, DEEPEP_NODE_RANKS), slots, gpus_per_node, branch)
     if train.megatron.get(_BACKEND, "deepep") != "deepep":
-        problem = "hybridep, which takes as many tokens from each rank, and packed rows differ"
+        problem = (
+            "hybridep, which needs as many tokens on every rank, but packed rows differ in length"
+        )
         yield UserError(f"train.megatron.{_BACKEND}", problem, "set it to deepep")
     router = train.megatron.get("moe_router_dtype", "fp32")
     if router != "fp32":
@@ -69,7 +71,7 @@ def flex_errors(
 
 
 def _node_errors(neighbours: int, slots: range, gpus_per_node: int, branch: str) -> ErrorIterator:
-    """The first ranks that DeepEP takes for one node by their numbers in the group, and that are on two."""
+    """An error for the first ranks that DeepEP takes for one node and that are on two. neighbours: of such a node."""
     for first in slots[::neighbours]:
         last = first + neighbours - 1
         if first // gpus_per_node == last // gpus_per_node:

@@ -29,8 +29,8 @@ MOST_DRAFTS = 1  # a second one changes the estimate by less than its error, and
 # of an engine: larger ones wait longer for one another, and nobody has published one
 MOST_RANKS = 128
 MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the network
-# Virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more. All numbers up to
-# the first are tried, and the largest up to the second: NVIDIA's recipe for Llama 3.1 405B has PP 8 with 8 of them.
+# Virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more. 1 to FEW_CHUNKS are
+# tried, and the largest number up to MOST_CHUNKS that the layers allow: NVIDIA's recipe for Llama 3.1 405B has 8.
 FEW_CHUNKS = 4
 MOST_CHUNKS = 8
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one

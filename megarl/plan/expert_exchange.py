@@ -20,7 +20,7 @@ ACTIVATION_BYTES = 2  # of a number between layers
 
 @dataclass(frozen=True)
 class EvenRouting:
-    """A token's experts are `chosen` of those in `top_groups` of the groups, which are equal."""
+    """A router that picks `top_groups` of the equal groups evenly, and then `chosen` of the experts in them."""
 
     experts: int
     chosen: int
@@ -33,8 +33,8 @@ def chance_of_none(routing: EvenRouting, parts: int) -> float:
     """The chance that none of a token's experts is in a given one of so many equal parts of all experts.
 
     j of the part's groups are among the chosen ones with the chance of a hypergeometric draw; then all chosen
-    experts are among those of the chosen groups that are not in the part. Parts that cut groups unevenly are
-    taken as if there were none.
+    experts are among those of the chosen groups that are not in the part. Where parts and groups do
+    not divide each other, groups are ignored.
     """
     groups = routing.groups
     top_groups = routing.top_groups
@@ -99,7 +99,7 @@ def by_deepep(routing: EvenRouting, layout: TrainLayout, gpus_per_node: int) -> 
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """What a GPU sends, by kind of link."""
+    """Bytes that a GPU sends, by kind of link."""
 
     nvlink_bytes: float
     fabric_bytes: float
@@ -108,7 +108,8 @@ class LinkBytes:
 def exchanged_bytes(
     shape: ModelShape, facts: HfFacts | None, layout: TrainLayout, gpus_per_node: int, tokens: float
 ) -> dict[str, LinkBytes]:
-    """What each dispatcher that can run the layout sends in a forward pass, to the experts and back; {}: no experts.
+    """What a GPU sends to experts and back in a forward pass, by dispatcher: all-to-all, and flex where DeepEP has
+    settings for so many ranks. Empty without experts, or with all of them on one rank.
 
     tokens: of a data-parallel rank, through the layers with experts of a mean pipeline stage.
     """

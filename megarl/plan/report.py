@@ -304,7 +304,7 @@ def _experts(plan: RunPlan) -> RenderableType:
     table.add_row("over NVLink", *(_gigabytes(by.nvlink_bytes) for by in sent.values()))
     table.add_row("over the fabric", *(_gigabytes(by.fabric_bytes) for by in sent.values()))
     own = names["flex" if is_flex(plan.recipe.train) else "alltoall"]
-    words = f"of the policy in a forward pass over a step's samples; the recipe has {own}"
+    words = f"of the policy in a forward pass over a step's samples; the recipe uses {own}"
     return Group(table, text(words))
 
 

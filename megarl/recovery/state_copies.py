@@ -290,7 +290,7 @@ class StateCopies:
         )
         # how long one that fails takes says nothing of the others
         if calls and not any(failure(call.ref) for call in calls):
-            # what the keepers say: since the copies began nobody may have waited for them
+            # by the keepers' own clocks: the controller may have done other work since the copies began
             self._deadline.observe(max(cost.seconds for cost in self._costs(calls)))
 
     def _await_all(

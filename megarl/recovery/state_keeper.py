@@ -67,7 +67,7 @@ class StateKeeper:
         return CopyCost(num_bytes, time.monotonic() - began_s)
 
     async def take_second(self, name: CopyName, keeper: Peer, first: CopyCost) -> CopyCost:
-        """Copy what another keeper has, all of whose bytes have come, at the cost `first`. Raises as `take`."""
+        """Copy a state from another keeper, which has all of it. first: what that has cost. Raises as `take`."""
         began_s = time.monotonic()
         small = await keeper.call("small", name)
         copy = self._new(name, first.num_bytes, small)

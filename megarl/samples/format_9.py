@@ -1,6 +1,6 @@
-"""Sample files of the format before, 9: a sample's first row lies flat beside its other columns, others in `more_rows`.
+"""Reads sample files of format 9: a sample's first row is in columns of its own, further rows are in `more_rows`.
 
-A checkpoint of 24 November 2026 has its waiting groups in one.
+Checkpoints of 24 November 2026 have their waiting groups in such files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def schema() -> Any:
 
 
 def upgraded(row: Columns) -> Columns:
-    """A row of such a file as one of today's format."""
+    """A row of such a file as a row of `columns.FORMAT`."""
     flat = {name: row[name] for name in _FLAT}
     others = {name: row[name] for name in row.keys() - {*_FLAT, _MORE_ROWS}}
     conversations = [flat, *(row[_MORE_ROWS] or ())]

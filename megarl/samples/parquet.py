@@ -16,7 +16,7 @@ the run's rollout buffer, with one row group a group.
 - of an episode, else null: facts, with the fields of `EpisodeFacts`; transcript and open_episode, in JSON
 
 The schema's metadata has the format's version, the size of the model's vocabulary, and the temperature of sampling
-and of engine_logp. Pages carry checksums. Files of the format before are read, too (`format_9`).
+and of engine_logp. Pages carry checksums. Files of format 9 are read, too (`format_9`).
 """
 
 from __future__ import annotations
@@ -164,15 +164,15 @@ def open_samples(path: Path) -> SampleFile:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
     file_format = ours.get("format", "not ours")
-    if (file_format, _types_by_name(schema)) not in _read_formats():
+    if (file_format, _types_by_name(schema)) not in _readable_formats():
         problem = f"its format is {file_format}, this version reads {format_9.FORMAT} and {columns.FORMAT}"
         raise UserError(str(path), problem, _HINT)
     counts = tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
     return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)
 
 
-def _read_formats() -> list[tuple[int, dict[str, Any]]]:
-    """Each with its columns."""
+def _readable_formats() -> list[tuple[int, dict[str, Any]]]:
+    """(number, column types by name) of each format that this version reads."""
     return [
         (columns.FORMAT, _types_by_name(columns.schema())),
         (format_9.FORMAT, _types_by_name(format_9.schema())),

@@ -199,9 +199,9 @@ class PolicyRank(TrainingRank):
         choices: list[list[HostChoices] | None] = [None for _ in shares]
         indices = ALGORITHMS[algorithm].updates_with_pass(hyperparameters, len(shares))
         with_pass = [shares[index] for index in indices]
-        of_batches = [*chain(*(share.choices or () for share in with_pass))]
+        choices_of_batches = [*chain(*(share.choices or () for share in with_pass))]
         micro_batches = [share.micro_batches for share in with_pass]
-        outputs = self.outputs_by_share(micro_batches, of_batches or None, temperature)
+        outputs = self.outputs_by_share(micro_batches, choices_of_batches or None, temperature)
         for index, share, logprobs in zip(indices, with_pass, outputs, strict=True):
             old[index] = logprobs
             if replay == "r2":

@@ -101,15 +101,15 @@ def test_a_raylet_is_ended_once_a_signal_has_stopped_it_for_long_enough(
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     with subprocess.Popen(["sleep", "603"]) as raylet:
-        stopped = processes.StoppedRaylet(raylet.pid)
+        watch = processes.RayletWatch(raylet.pid)
         clock.now_s += 100.0
-        stopped.look()
+        watch.kill_if_stopped()
         raylet.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, raylet.pid, os.WSTOPPED | os.WNOWAIT)
         clock.now_s += 100.0
-        stopped.look()
+        watch.kill_if_stopped()
         assert processes.is_stopped(raylet.pid)
         for _ in range(4):
             clock.now_s += 1.0
-            stopped.look()
+            watch.kill_if_stopped()
         assert raylet.wait() == -signal.SIGKILL

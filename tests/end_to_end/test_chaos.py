@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
-# Of a run in phases, each kind of fault of each role that it has, at the number that took the least time in
-# docs/bench/chaos.jsonl, and as many others that are soon over.
+# One number of the run `phases` for each of its 25 pairs of fault and role, chosen for a short recovery in
+# docs/bench/chaos.jsonl, and 15 more short ones.
 SAMPLE = (
     2, 101, 103, 114, 116, 118, 120, 121, 125, 128, 129, 133, 134, 135, 136, 137, 139, 140, 141, 142,
     143, 156, 160, 161, 168, 200, 201, 217, 220, 222, 223, 227, 228, 235, 237, 238, 239, 241, 242, 252,

@@ -164,7 +164,7 @@ def test_the_report_says_what_peaks_and_why_a_reshard_takes_its_time(deepseek: R
     assert re.search(r"policy +15 +60-63 +480-511 +58-60", page)
     assert re.search(r"gathering everything would bring +1,339", page)
     assert re.search(r"(?m)^over the fabric +[\d,.]+ +[\d,.]+", page)
-    assert "the recipe has all-to-all" in page
+    assert "the recipe uses all-to-all" in page
     assert "12,288 prompts" not in page and "768 prompts drawn" in page
     assert "an estimate" in page and "docs/plan.md" in page
     assert len(page.splitlines()) < 90
