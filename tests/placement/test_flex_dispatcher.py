@@ -62,7 +62,10 @@ def test_groups_that_deepep_takes_are_allowed(
         ({"layout": replace(LAYOUT, ep=1)}, "no tokens go to experts of other ranks; remove it"),
         ({"shape": replace(SHAPE, num_experts=0)}, "no tokens go to experts"),
         ({"layout": of_experts(12, 12)}, "etp is 12, and DeepEP takes 2, 4"),
-        ({"layout": of_experts(6, 6)}, "set critic.ranks.ep so that ep x etp is 4 or 8, or remove it"),
+        (
+            {"layout": of_experts(6, 6)},
+            "set critic.ranks.ep so that ep x etp is 4 or 8, or remove it",
+        ),
         ({"options": {"moe_flex_dispatcher_backend": "hybridep"}}, "_backend: hybridep, which"),
         ({"options": {"moe_router_dtype": "fp64"}}, "moe_router_dtype: fp64, but DeepEP"),
         ({"options": {"moe_expert_capacity_factor": 1.0}}, "moe_expert_capacity_factor: set"),
