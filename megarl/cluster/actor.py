@@ -428,7 +428,7 @@ def _errors_for_ray() -> Iterator[None]:
         yield
     except Exception as error:
         if _is_out_of_memory(error):
-            raise ProcessLost(f"{type(error).__name__}: {error}") from error
+            raise ProcessLost(f"{type(error).__name__}: {error}") from None
         if len("".join(traceback.format_exception(error))) <= _ERROR_LETTERS:
             raise
         text = str(error)

@@ -20,7 +20,7 @@ _LEAST_CPU_SHARE = 0.03
 _LEAST_BYTES = 2**12
 # in a shorter time the work of a moment, which Ray's own threads do now and then, would count as progress
 _LEAST_LOOK_S = 5.0
-# between two looks at most so much counts: the process itself may have been stopped
+# of a longer time between two looks the least one counts: the process itself may have been stopped
 _LONGEST_LOOK_S = 20.0
 _LEARNT_EVERY_S = 1.0
 
@@ -91,10 +91,12 @@ class Stillness:
             self._see(now_s, work)
             return 0.0
         passed_s = now_s - self._seen_at_s
+        if passed_s > _LONGEST_LOOK_S:
+            passed_s = _LEAST_LOOK_S
         least_cpu_s = _LEAST_CPU_SHARE * max(passed_s, _LEAST_LOOK_S)
         has_computed = work.cpu_s - self._seen.cpu_s >= least_cpu_s
         has_moved_bytes = work.num_bytes - self._seen.num_bytes >= _LEAST_BYTES
-        still_s = self._still_s + min(passed_s, _LONGEST_LOOK_S)
+        still_s = self._still_s + passed_s
         if has_computed or has_moved_bytes:
             still_s = 0.0
         elif passed_s < _LEAST_LOOK_S:

@@ -31,7 +31,7 @@ from megarl.parallel.options import effective_options
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.replicas import Replicated, replicated_gradients, replicated_weights
-from megarl.parallel.routing import Routing
+from megarl.parallel.routing import Router, Routing
 from megarl.parallel.shared_rows import pack_shared
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import Role
@@ -161,6 +161,11 @@ class RankModel:
     def moe_layers(self) -> list[int]:
         """All decoder layers with experts, in the whole model."""
         return [layer for layer in range(self.shape.num_layers) if not self.shape.is_dense(layer)]
+
+    def own_moe_layers(self) -> set[int]:
+        """Those of `moe_layers` that this pipeline rank has."""
+        modules = (module for chunk in self._unwrapped for module in chunk.modules())
+        return {module.layer for module in modules if isinstance(module, Router)}
 
     def replicated_weights(self) -> Replicated:
         """The weights that other ranks hold too; without those to which each rank adds its adapters."""

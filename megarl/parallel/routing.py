@@ -34,7 +34,8 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 class Choices:
     """The experts of a micro-batch's tokens on this rank: recorded while `is_recording`, else replayed.
 
-    experts: layer (from 0) -> [tokens of this rank, experts per token]; -1 where the router chooses for itself.
+    experts: layer (from 0) -> [tokens of this rank, experts per token], int16, because those of all of a step's tokens
+    are on the device at once; -1 where the router chooses for itself.
     """
 
     experts: dict[int, Tensor] = field(default_factory=dict)
@@ -152,8 +153,9 @@ class Router(TopKRouter):
         shared = self._shared
         choices = shared.choices
         # multi-token prediction is left out, which runs in updates alone
-        if choices is not None and choices.is_recording and self._layer < self.config.num_layers:
-            replayed_NK = choices.experts[self._layer] = own_NK
+        if choices is not None and choices.is_recording and self.layer < self.config.num_layers:
+            replayed_NK = own_NK
+            choices.experts[self.layer] = own_NK.to(torch.int16)
         if replayed_NK is None:
             return values_NK, own_NK
         is_known_N1 = replayed_NK[:, :1] >= 0
@@ -166,7 +168,8 @@ class Router(TopKRouter):
         return scores.gather(1, chosen_NK), chosen_NK
 
     @property
-    def _layer(self) -> int:
+    def layer(self) -> int:
+        """From 0."""
         return self.layer_number - 1  # type: ignore[operator]
 
     def _see(self, num_tokens: int) -> _Tokens:
@@ -178,9 +181,11 @@ class Router(TopKRouter):
         start = self.tp_group.rank() * num_tokens
         choices = self._shared.choices
         if choices is not None and not choices.is_recording:
-            replayed = choices.experts.get(self._layer)
+            replayed = choices.experts.get(self.layer)
         else:
             replayed = None
+        if replayed is not None:
+            replayed = replayed.long()
         tokens = _Tokens(
             row.sequence_L[start : start + num_tokens],
             row.lengths_S,

@@ -92,7 +92,7 @@ def by_deepep(routing: EvenRouting, layout: TrainLayout, gpus_per_node: int) -> 
     ranks = layout.ep * layout.etp
     nodes = ranks // min(ranks, DEEPEP_NODE_RANKS)
     return TokenCopies(
-        fabric=(nodes - 1) * (1 - chance_of_none(routing, nodes)),
+        fabric=(nodes - 1) * (1 - chance_of_none(routing, min(nodes, layout.ep))),
         nvlink=(ranks - nodes) * (1 - chance_of_none(routing, layout.ep)),
     )
 
@@ -108,16 +108,16 @@ class LinkBytes:
 def exchanged_bytes(
     shape: ModelShape, facts: HfFacts | None, layout: TrainLayout, gpus_per_node: int, tokens: float
 ) -> dict[str, LinkBytes]:
-    """What a GPU sends to experts and back in a forward pass, by dispatcher: all-to-all, and flex where DeepEP has
-    settings for so many ranks. Empty without experts, or with all of them on one rank.
+    """What a GPU sends to experts and back in a forward pass, by dispatcher.
 
+    flex only where DeepEP has settings for so many ranks. Empty without experts, or with all of them on one rank.
     tokens: of a data-parallel rank, through the layers with experts of a mean pipeline stage.
     """
     ranks = layout.ep * layout.etp
     if not shape.num_experts or ranks == 1:
         return {}
     dispatchers = {"alltoall": by_alltoall}
-    if ranks in GROUP_SIZES:
+    if ranks in GROUP_SIZES and gpus_per_node % min(ranks, DEEPEP_NODE_RANKS) == 0:
         dispatchers["flex"] = by_deepep
     sparse = shape.num_sparse_layers / layout.pp
     rows = 2 * sparse * tokens / (layout.cp * layout.tp)

@@ -301,11 +301,13 @@ class StateCopies:
         nodes: of the keepers that were called. One that hangs answers heartbeats: it is given up after a while.
         """
         pending = dict(calls)
-        began_s = time.monotonic()
+        waited_s = 0.0
         while pending:
+            began_s = time.monotonic()
             for ref in self._cluster.await_any(pending, may_lose=True, patience_s=_LOOK_S):
                 del pending[ref]
-            waited_s = time.monotonic() - began_s
+            # the controller may have been suspended, or have ended an engine that was lost
+            waited_s += min(time.monotonic() - began_s, 2 * _LOOK_S)
             if waited_s > limit_s:
                 for node in {nodes[ref] for ref in pending} & self._keepers.keys():
                     name = self._keepers[node].name

@@ -299,8 +299,13 @@ class PolicyRank(TrainingRank):
         if row.experts_LMK is None:  # a row of padding, or samples that no engine made
             return Choices()
         mine_LMK = row.experts_LMK.split(len(row.experts_LMK) // self.layout.tp)[self._model.at.tp]
+        own_layers = self._model.own_moe_layers()
         return Choices(
-            {layer: mine_LMK[:, index] for index, layer in enumerate(self._model.moe_layers())}
+            {
+                layer: mine_LMK[:, index].to(torch.int16)
+                for index, layer in enumerate(self._model.moe_layers())
+                if layer in own_layers
+            }
         )
 
     def train_step(self, share: UpdateShare, lr: float, loss: Loss) -> Statistics:

@@ -212,8 +212,8 @@ class TrainingRank:
         def keep(row: PackedRow, output_T: Tensor, *_: Tensor) -> tuple[Tensor, list[FloatArray]]:
             return output_T.sum(), unpack(row, output_T)
 
-        # choices are given apart, and this pass is of all updates
-        rows = [replace(row, experts_LMK=None) for row in self._rows(micro_batches)]
+        # the experts to replay come by `choices`: the rows' own would take memory for the samples of all updates
+        rows = [replace(self._pack(batch), experts_LMK=None) for batch in micro_batches]
         done = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
         if self._model.is_last_stage:
             return [array for arrays in done.results for array in arrays]

@@ -66,7 +66,7 @@ def moved_to_host(choices: Choices) -> HostChoices:
 def _on_device(choices: HostChoices) -> Choices:
     return Choices(
         {
-            layer: torch.from_numpy(experts_NK.astype(np.int64)).to(device.DEVICE)
+            layer: torch.from_numpy(experts_NK).to(device.DEVICE)
             for layer, experts_NK in choices.items()
         }
     )
