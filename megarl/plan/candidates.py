@@ -29,10 +29,8 @@ MOST_DRAFTS = 1  # a second one changes the estimate by less than its error, and
 # of an engine: larger ones wait longer for one another, and nobody has published one
 MOST_RANKS = 128
 MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the network
-# Virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more. 1 to FEW_CHUNKS are
-# tried, and the largest number up to MOST_CHUNKS that the layers allow: NVIDIA's recipe for Llama 3.1 405B has 8.
-FEW_CHUNKS = 4
-MOST_CHUNKS = 8
+# virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
+MOST_CHUNKS = 4
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
 
 
@@ -192,7 +190,7 @@ def _chunk_counts(shape: ModelShape, pp: int) -> list[int]:
     if pp == 1:
         return [1]
     most = min(MOST_CHUNKS, shape.num_layers // pp)
-    return sorted({*range(1, min(FEW_CHUNKS, most) + 1), most} - {0})
+    return list(range(1, most + 1))
 
 
 def _stage_layers(
