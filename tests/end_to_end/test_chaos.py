@@ -38,7 +38,7 @@ def test_a_run_that_is_hit_ends_as_one_that_is_not(
 ) -> None:
     """Weights, optimizer, metrics and samples are the same to the last bit, and nothing is left behind."""
     # a fault takes a step or two
-    steps = max(16, 3 * len(faults) // 2)
+    steps = max(16, 5 * len(faults) // 3)
     command = [sys.executable, ROOT / "scripts" / "chaos.py", "--run", run, "--steps", str(steps)]
     numbers = ["--numbers", *map(str, faults)]
     done = subprocess.run(
