@@ -159,7 +159,7 @@ class Router(TopKRouter):
         if replayed_NK is None:
             return values_NK, own_NK
         is_known_N1 = replayed_NK[:, :1] >= 0
-        chosen_NK = torch.where(is_known_N1, replayed_NK, own_NK)
+        chosen_NK = torch.where(is_known_N1, replayed_NK.long(), own_NK)
         if shared.row is not None:
             differs_N = (chosen_NK.sort(-1)[0] != own_NK.sort(-1)[0]).any(-1)
             copies_N = self._tokens.copies_N
@@ -184,8 +184,6 @@ class Router(TopKRouter):
             replayed = choices.experts.get(self.layer)
         else:
             replayed = None
-        if replayed is not None:
-            replayed = replayed.long()
         tokens = _Tokens(
             row.sequence_L[start : start + num_tokens],
             row.lengths_S,

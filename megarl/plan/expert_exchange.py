@@ -87,7 +87,8 @@ def by_alltoall(routing: EvenRouting, layout: TrainLayout, gpus_per_node: int) -
 def by_deepep(routing: EvenRouting, layout: TrainLayout, gpus_per_node: int) -> TokenCopies:
     """A copy to each other node with a chosen expert, and in each node one to each rank but that where it landed.
 
-    All ranks that split an expert get a copy, and gather nothing. A node is what DeepEP takes for one.
+    All ranks that split an expert get a copy, and gather nothing. DeepEP counts nodes by its own size, not by
+    gpus_per_node.
     """
     ranks = layout.ep * layout.etp
     nodes = ranks // min(ranks, DEEPEP_NODE_RANKS)

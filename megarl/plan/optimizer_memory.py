@@ -1,4 +1,4 @@
-"""The bytes of a trained element: its gradient, and what AdamW keeps of it; and the options with which that is less."""
+"""The bytes of a trained element, its gradient's and AdamW's, and the `train.optimizer` options that lower them."""
 
 from __future__ import annotations
 

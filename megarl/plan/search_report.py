@@ -19,7 +19,7 @@ from megarl.types.json_objects import JsonObject
 
 _NEEDS: Mapping[Need, str] = {
     "fp8": "fp8, TIS",
-    "cache": "fp8 cache",
+    "fp8_cache": "fp8 cache",
     "deepep": "DeepEP",
     "draft": "drafts",
     "offload": "AdamW on the host",
