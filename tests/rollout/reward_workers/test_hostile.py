@@ -40,7 +40,7 @@ def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., Rewa
             "json": {"function": "odd_rewards:of_json"},
             "choice": {"function": f"{OURS}.multiple_choice:score"},
         },
-        timeout_s=1.5,
+        timeout_s=5,  # a right answer takes 0.1 s, and has to be in time on a busy machine too
         memory_mb=512,
     )
     first = court.pids()
@@ -55,13 +55,12 @@ def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., Rewa
             ]
             return dict(zip(CORPUS, await asyncio.gather(*calls), strict=True))
 
-    def are_right_ones_correct() -> bool:
+    def judge_right_ones() -> None:
         results_by_source = asyncio.run(judge_all(lambda source: [CORPUS[source][1]] * 4))
-        return all(
-            is_correct(result) for results in results_by_source.values() for result in results
-        )
+        for source, results in results_by_source.items():
+            assert all(map(is_correct, results)), (source, results)
 
-    assert are_right_ones_correct()
+    judge_right_ones()
     results_by_source = asyncio.run(judge_all(lambda source: CORPUS[source][2]))
     for source, results in results_by_source.items():
         for response, result in zip(CORPUS[source][2], results, strict=True):
@@ -74,7 +73,7 @@ def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., Rewa
     assert any(not isinstance(outcome, RewardResult) for outcome in results_by_source["format"]), (
         "the pattern does backtrack without end"
     )
-    assert are_right_ones_correct()
+    judge_right_ones()
     last = court.pids()
     assert len(last) == 8 and set(last) != set(first)
     court.shutdown()
