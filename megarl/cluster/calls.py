@@ -14,7 +14,7 @@ import ray.exceptions
 
 from megarl.cluster import processes
 from megarl.cluster.actor import Background, Pulses, Ref, Worker, answers, failure, is_loss
-from megarl.cluster.fetching import fetch
+from megarl.cluster.fetching import fetch, is_of_lost_result
 from megarl.cluster.stillness import GroupStillness
 from megarl.device import LOOPBACK
 from megarl.types import Silence, SilentFault, UserError
@@ -488,18 +488,9 @@ def reported(name: str, cause: Exception) -> Exception:
         return cause
     if isinstance(cause, ray.exceptions.RayActorError):
         return WorkerFailed(f"{name}: its process died", str(cause), name)
-    if _is_of_lost_result(cause):
+    if is_of_lost_result(cause):
         problem = f"{name}: what another process had made for it is lost with its node"
         return ResultsLost(problem, str(cause), name)
     raised = getattr(cause, "cause", cause)
     last_line = str(raised).strip().splitlines()[-1:] or [""]
     return WorkerFailed(f"{name}: {type(raised).__name__}: {last_line[0]}", str(cause), name)
-
-
-def _is_of_lost_result(error: object) -> bool:
-    """Whether an error, or the one that it comes from, is that of an argument or a result that is nowhere any more."""
-    while error is not None:
-        if isinstance(error, ray.exceptions.ObjectLostError):
-            return True
-        error = getattr(error, "cause", None)
-    return False

@@ -32,6 +32,15 @@ def fetch(refs: Any, timeout_s: float, look: Callable[[], object]) -> Any:
     return fetched.result()
 
 
+def is_of_lost_result(error: object) -> bool:
+    """Whether an error, or the one that it comes from, is that of an argument or a result that is nowhere any more."""
+    while error is not None:
+        if isinstance(error, ray.exceptions.ObjectLostError):
+            return True
+        error = getattr(error, "cause", None)
+    return False
+
+
 def _fetch(refs: Any, timeout_s: float, fetched: Future[Any]) -> None:
     try:
         fetched.set_result(ray.get(refs, timeout=timeout_s))
