@@ -5,7 +5,10 @@ Each number has bounds, which come from float32, NumPy's seeds, file names or cl
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,6 +18,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
 )
 
@@ -78,9 +82,13 @@ SampleCount = Annotated[int, Field(ge=1, le=65_536)]  # of one prompt
 LoraRank = Annotated[int, Field(ge=1, le=4096)]
 Bytes = Annotated[int, Field(ge=1, le=2**60)]
 Text = Annotated[str, Field(min_length=1)]
-FilePath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
+FilePath = Annotated[
+    str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(_path)
+]
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-ServerAddress = Annotated[str, AfterValidator(_server)]
+ServerAddress = Annotated[
+    str, AfterValidator(_server), WithJsonSchema({"type": "string", "pattern": "^.+:[0-9]{1,5}$"})
+]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
@@ -88,14 +96,45 @@ Speed = Annotated[float, Field(ge=1, le=1e21)]  # bytes or operations a second
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Share = Annotated[float, Field(ge=0, le=1)]
 LearningRate = Annotated[float, Field(ge=1e-15, le=10)]
-Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]  # 0: greedy
+Temperature = Annotated[  # 0: greedy
+    float,
+    Field(ge=0),
+    AfterValidator(_temperature),
+    WithJsonSchema({"anyOf": [{"const": 0}, {"type": "number", "minimum": 0.01, "maximum": 100}]}),
+]
 SamplingTemperature = Annotated[float, Field(ge=0.01, le=100)]
 TopP = Annotated[float, Field(ge=1e-6, le=1)]
 Seconds = Annotated[float, Field(ge=0.01, le=7 * _DAY_S)]
-RunSeconds = Annotated[float, Field(gt=0, le=7 * _DAY_S), AfterValidator(_start)]
+RunSeconds = Annotated[
+    float,
+    Field(gt=0, le=7 * _DAY_S),
+    AfterValidator(_start),
+    WithJsonSchema({"type": "number", "minimum": _LEAST_START_S, "maximum": 7 * _DAY_S}),
+]
 
 
 class Branch(BaseModel):
     """One branch of the recipe: frozen, exact types, no key that is not declared."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,  # what each key means
+    )
+
+
+def attribute_docstrings(kind: type) -> dict[str, str]:
+    """The strings below the annotated names of a class, by name: pydantic reads those of its own classes alone."""
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        statement.target.id: inspect.cleandoc(below.value.value)
+        for statement, below in pairwise(definition.body)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }

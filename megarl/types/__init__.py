@@ -199,59 +199,74 @@ def bounded(default: Any, **bounds: float) -> Any:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The numbers and choices of an algorithm; a recipe's key `algorithm.<name>` overrides the row's."""
+    """The numbers and choices of an algorithm; a recipe's key `algorithm.<name>` overrides the row's.
 
-    # Objective: the ratio is clipped to [1 - clip_low, 1 + clip_high]; clip_low 1 means no lower bound.
+    The string below a field is what `megarl explain` says of the key.
+    """
+
     clip_low: float = bounded(0.2, ge=1e-9, le=1)
+    """The ratio is clipped to at least 1 - clip_low; 1: no lower bound."""
     clip_high: float = bounded(0.2, ge=1e-9, le=1e9)
-    # where the advantage is negative, the objective is at least dual_clip times it
+    """The ratio is clipped to at most 1 + clip_high."""
     dual_clip: float | None = bounded(None, gt=1, le=1e9)
+    """Where the advantage is negative, the objective is at least this many times the advantage (arXiv 1912.09729)."""
     aggregation: Aggregation = "token_mean"
-    entropy_coefficient: float = bounded(0.0, ge=0, le=1e6)  # weight of the entropy bonus
-    # weight of -log p of correct samples, a mean over their tokens
+    """What the loss is the mean of: all tokens of the update, the sequences' token means, their token sums, or these
+    sums over the longest possible response (constant; arXiv 2503.20783)."""
+    entropy_coefficient: float = bounded(0.0, ge=0, le=1e6)
+    """Weight of the entropy, which is subtracted from the loss."""
     positive_nll: float = bounded(0.0, ge=0, le=1e6)
+    """Weight of -log p of correct samples, a mean over their tokens."""
 
-    # KL to the reference: in the loss, or subtracted from each token's reward for the policy before the step.
     kl_coefficient: float = bounded(0.0, ge=0, le=1e6)
+    """Weight of the KL to the reference; above 0 there is a reference without `reference.use`."""
     kl_estimator: Estimator = "k3"
+    """Estimator of the KL from one sampled token."""
     kl_place: KlPlace = "loss"
+    """The KL is added to the loss, or subtracted from each token's reward for the policy before the step."""
 
-    # Advantages.
-    whiten: bool = False  # over the tokens of the whole batch
-    gamma: float = bounded(1.0, ge=0, le=1)  # discount of tokens' rewards
-    gae_lambda: float = bounded(0.95, ge=0, le=1)  # of the policy's advantages, with a critic
-    # above 0, the policy's lambda is 1 - 1 / (lambda_alpha x length of the response)
+    whiten: bool = False
+    """Advantages are shifted and scaled to mean 0 and standard deviation 1 over all tokens of the step."""
+    gamma: float = bounded(1.0, ge=0, le=1)
+    """Discount of the tokens' rewards."""
+    gae_lambda: float = bounded(0.95, ge=0, le=1)
+    """Lambda of generalised advantage estimation for the policy, with a critic."""
     lambda_alpha: float = bounded(0.0, ge=0, le=1e6)
-    # a token's process reward is prime_beta x its log-ratio (PRIME's beta, arXiv 2502.01456)
+    """Above 0, the policy's lambda is 1 - 1 / (lambda_alpha x length of the response)."""
     prime_beta: float = bounded(0.05, ge=1e-9, le=1e9)
+    """PRIME's beta: a token's process reward is this many times its log-ratio (arXiv 2502.01456)."""
 
-    # Critic.
-    # lambda of the critic's returns; None: gae_lambda
     critic_lambda: float | None = bounded(None, ge=0, le=1)
-    # a value is trained only this far from the value before the step
+    """Lambda of the critic's returns; null: `algorithm.gae_lambda`."""
     value_clip: float | None = bounded(None, ge=1e-9, le=1e9)
-    # first steps, in which the critic alone learns
+    """A value is trained only this far from the value before the step; null: without a limit."""
     critic_warmup_steps: int = bounded(0, ge=0, le=2**31 - 1)
+    """First steps, in which the critic alone learns."""
 
-    # Log-probabilities of the policy before the step, to which the ratio is: the trainer's, or those that the engine
-    # reported with the samples.
     old_logprobs: OldLogprobs = "train"
-    # Correction where the engine's and the trainer's probabilities differ; a bound of None: ROLLOUT_CORRECTION_BOUNDS.
+    """Log-probabilities of the policy before the step, to which the ratio is: the trainer's, or those that the engine
+    reported with the samples."""
     rollout_correction: RolloutCorrection = "off"
+    """Correction where the engine's and the trainer's probabilities differ: weights that are truncated (tis), or that
+    drop tokens or sequences out of bounds."""
     rollout_correction_low: float | None = bounded(None, ge=0, le=1e6)
+    """Lower bound of the correction; null: the usual one of `algorithm.rollout_correction`."""
     rollout_correction_high: float | None = bounded(None, ge=1e-9, le=1e9)
+    """Upper bound of the correction; null: the usual one of `algorithm.rollout_correction`."""
 
-    # Dynamic sampling: a step has only groups with both right and wrong answers.
     dynamic_sampling: bool = False
-    # each round draws oversample times as many prompts as groups are missing
+    """A step has only groups with both right and wrong answers."""
     oversample: float = bounded(1.5, ge=1, le=100)
+    """Each round of dynamic sampling draws this many times as many prompts as groups are missing."""
     max_rounds: int = bounded(10, ge=1, le=2**31 - 1)
-    when_short: WhenShort = "train"  # what a step does if groups are missing after max_rounds
+    """The most rounds of dynamic sampling in a step."""
+    when_short: WhenShort = "train"
+    """What a step does if groups are missing after all rounds: train on what there is, or stop the run."""
 
-    # Long responses.
-    # over this last part of the longest response a penalty grows to -1
     overlong_share: float = bounded(0.0, ge=0, le=1)
-    overlong_filter: bool = False  # truncated responses are not trained on
+    """Over this last part of the longest response a penalty grows to -1."""
+    overlong_filter: bool = False
+    """Truncated responses are not trained on."""
 
     def num_drawn(self, missing: int) -> int:
         """How many prompts a round draws when this many groups are missing."""
