@@ -130,8 +130,8 @@ class RewardConfig(Branch):
     """What scores a response, in processes with limits of time and memory (docs/rewards.md)."""
 
     function: Text | None = None
-    """Function that scores a response, as `module:function`; null where `reward.by_source` or an environment scores
-    all."""
+    """Function that scores a response, as `module:function`; its module may lie in the folder where the command is
+    started; null where `reward.by_source` or an environment scores all."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
     source: Text = "data_source"
@@ -141,7 +141,7 @@ class RewardConfig(Branch):
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
     """Processes of each function for every engine."""
     timeout_s: Seconds = 5.0
-    """Seconds that one reward may take."""
+    """Seconds that one reward may take; loading the function may take `run.timeout_s`."""
     memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024
     """Memory of a reward's process in MB (2^20 bytes), beyond what loading the function takes."""
     on_failure: WhenFailed = "drop"
