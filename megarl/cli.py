@@ -354,6 +354,11 @@ def explain(
             metavar="[KEY]", help="As train.lr, or a branch: train.", autocompletion=complete_key
         ),
     ] = None,
+    recipe: Annotated[
+        Path | None, Argument(metavar="[RECIPE]", help="Whose value of the key is told, too.")
+    ] = None,
+    overrides: _Overrides = None,
+    *,
     reference: Annotated[
         bool, Option("--reference", help="Every key, as docs/recipe_reference.md has them.")
     ] = False,
@@ -361,9 +366,10 @@ def explain(
     """Say what a recipe's key means: its type, its default, and which runs read it."""
 
     def run() -> None:
-        from megarl.commands.explain import explained
+        from megarl.commands.explain import explained, page
 
-        say_all(explained(key, whole=reference))
+        loaded = load_recipe(recipe, overrides or []) if recipe else None
+        say_all(page() if reference else explained(key, loaded))
 
     sys.exit(_ended(run))
 

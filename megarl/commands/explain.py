@@ -1,6 +1,6 @@
 """`megarl explain`: what a key of a recipe means; `megarl schema`: all keys, for editors.
 
-Neither imports torch, Ray or another heavy library.
+Neither imports torch, Ray or another heavy library, unless it is asked for the value of a key in a recipe.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from megarl.config import Recipe
 from megarl.config.reference import Key, find_key, keys_of, optional_branch, reference_page
 from megarl.config.schema import overlay_schema, recipe_schema
 
@@ -22,22 +23,26 @@ _READS = re.compile(r"recipe\.([a-z_]+)\b")
 _LEAST_WIDTH = 70
 _MOST_WIDTH = 120
 _LABEL_WIDTH = 11
+_LONGEST_VALUE = 40
 
 
-def explained(key: str | None, *, whole: bool) -> str:
+def page() -> str:
+    """The reference page of all keys."""
+    return reference_page().rstrip("\n")
+
+
+def explained(path: str | None, recipe: Recipe | None = None) -> str:
     """What `megarl explain` prints of a key or branch, or of all branches without one.
 
-    whole: the reference page of all keys, in place of it. Raises UserError for an unknown key.
+    recipe: whose value of the key is told, too. Raises UserError for an unknown key.
     """
-    if whole:
-        return reference_page().rstrip("\n")
     width = min(max(shutil.get_terminal_size().columns, _LEAST_WIDTH), _MOST_WIDTH)
-    if key is None:
+    if path is None:
         return "\n".join(_table(keys_of(""), width))
-    found = find_key(key)
-    if found.is_branch:
-        return "\n".join(_branch_lines(found, width))
-    return "\n".join(_key_lines(found, width))
+    key = find_key(path)
+    if key.is_branch:
+        return "\n".join(_branch_lines(key, path, recipe, width))
+    return "\n".join(_key_lines(key, path, recipe, width))
 
 
 def schema_text(*, is_overlay: bool) -> str:
@@ -45,7 +50,7 @@ def schema_text(*, is_overlay: bool) -> str:
     return json.dumps(overlay_schema() if is_overlay else recipe_schema(), indent=2)
 
 
-def _key_lines(key: Key, width: int) -> Iterator[str]:
+def _key_lines(key: Key, path: str, recipe: Recipe | None, width: int) -> Iterator[str]:
     yield key.path
     yield from _labelled("type", key.kind, width)
     yield from _labelled("default", _default_in_words(key), width)
@@ -57,10 +62,19 @@ def _key_lines(key: Key, width: int) -> Iterator[str]:
         yield from _labelled(
             "", "Keys in it are those of that class, and are passed through.", width
         )
+    if recipe:
+        from megarl.commands.recipe_values import value_of  # it imports torch
+
+        value = value_of(recipe, path)
+        yield from _labelled("value", f"{value.text} ({value.source})", width)
+        if value.unread:
+            yield from _labelled(
+                "", f"This run does not read it: {'; '.join(value.unread)}.", width
+            )
     yield from _reading_lines(key, width)
 
 
-def _branch_lines(branch: Key, width: int) -> Iterator[str]:
+def _branch_lines(branch: Key, path: str, recipe: Recipe | None, width: int) -> Iterator[str]:
     yield branch.path
     for paragraph in branch.meaning.split("\n\n"):
         yield ""
@@ -68,7 +82,13 @@ def _branch_lines(branch: Key, width: int) -> Iterator[str]:
     yield ""
     yield from _reading_lines(branch, width)
     yield ""
-    yield from _table(keys_of(branch.path), width)
+    if recipe is None:
+        yield from _table(keys_of(branch.path), width)
+        return
+    from megarl.commands.recipe_values import value_of  # it imports torch
+
+    values = [value_of(recipe, f"{path}.{key.name}").text for key in keys_of(branch.path)]
+    yield from _table(keys_of(branch.path), width, values)
 
 
 def _default_in_words(key: Key) -> str:
@@ -110,16 +130,24 @@ def _labelled(label: str, text: str, width: int) -> list[str]:
     )
 
 
-def _table(keys: list[Key], width: int) -> Iterator[str]:
-    """Key, default and the first paragraph of the meaning, which is wrapped in its column."""
+def _cut(value: str) -> str:
+    return value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 3]}..."
+
+
+def _table(keys: list[Key], width: int, values: list[str] | None = None) -> Iterator[str]:
+    """Key, default and the first paragraph of the meaning, which is wrapped in its column.
+
+    values: of the keys in a recipe, in place of the defaults.
+    """
     names = [key.name for key in keys]
     defaults = ["branch" if key.is_branch else key.default or "-" for key in keys]
-    name_width = max(len(name) for name in ["key", *names])
-    default_width = max(len(default) for default in ["default", *defaults])
-    rows = [("key", "default", "meaning")]
-    rows += zip(names, defaults, (key.summary for key in keys), strict=True)
-    for name, default, meaning in rows:
-        head = f"{name:<{name_width}}  {default:<{default_width}}  "
+    shown = [_cut(value) for value in values or defaults]
+    rows = [("key", "value" if values else "default", "meaning")]
+    rows += zip(names, shown, (key.summary for key in keys), strict=True)
+    name_width = max(len(name) for name, _, _ in rows)
+    value_width = max(len(value) for _, value, _ in rows)
+    for name, value, meaning in rows:
+        head = f"{name:<{name_width}}  {value:<{value_width}}  "
         yield from textwrap.wrap(
             meaning,
             width,

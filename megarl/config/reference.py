@@ -185,7 +185,7 @@ def _key(path: str, node: JsonSchema, is_required: bool, definitions: JsonSchema
     return Key(
         path=path,
         kind="branch" if is_branch else _kind(node, definitions),
-        default=None if is_required or is_branch else _written(default),
+        default=None if is_required or is_branch else written(default),
         meaning=meaning,
         is_branch=is_branch,
         is_required=is_required,
@@ -219,9 +219,9 @@ def _kind(node: JsonSchema, definitions: JsonSchema) -> str:
     if "anyOf" in node:
         return ", or ".join(_kind(option, definitions) for option in node["anyOf"])
     if "enum" in node:
-        return ", ".join(map(_written, node["enum"][:-1])) + f" or {_written(node['enum'][-1])}"
+        return ", ".join(map(written, node["enum"][:-1])) + f" or {written(node['enum'][-1])}"
     if "const" in node:
-        return _written(node["const"])
+        return written(node["const"])
     if node["type"] in ("integer", "number"):
         words = "whole number" if node["type"] == "integer" else "number"
         return f"{words}{_range(node)}"
@@ -246,22 +246,22 @@ def _choices(node: JsonSchema) -> tuple[str, ...]:
     if "anyOf" in node:
         options = [_choices(option) for option in node["anyOf"] if option.get("type") != "null"]
         return tuple(chain.from_iterable(options)) if all(options) else ()
-    return tuple(_written(value) for value in node.get("enum", ()))
+    return tuple(written(value) for value in node.get("enum", ()))
 
 
 def _range(node: JsonSchema) -> str:
     """The bounds of a number, in words."""
     words = ""
     if "minimum" in node:
-        words += f" from {_written(node['minimum'])}"
+        words += f" from {written(node['minimum'])}"
     if "exclusiveMinimum" in node:
-        words += f" above {_written(node['exclusiveMinimum'])},"
+        words += f" above {written(node['exclusiveMinimum'])},"
     if "maximum" in node:
-        words += f" to {'2^31 - 1' if node['maximum'] == 2**31 - 1 else _written(node['maximum'])}"
+        words += f" to {'2^31 - 1' if node['maximum'] == 2**31 - 1 else written(node['maximum'])}"
     return words
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """A value as a recipe may have it."""
     if isinstance(value, str):
         return value
