@@ -13,8 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
-# Numbers of the run `phases` that recover soon (docs/bench/chaos.jsonl): one for each of its pairs of fault and role, but
-# for a scheduler without memory and the two that end the run, a raylet and a worker that Ray holds ready; and 18 more.
+# Numbers of the run `phases` that recover soon (docs/bench/chaos.jsonl): one for each of its pairs of fault and role,
+# and 18 more. Those that take long are hit by night: a scheduler without memory, and what ends the run, a raylet and a
+# worker that Ray holds ready.
 SAMPLE = (
     5, 7, 103, 112, 114, 118, 119, 120, 121, 126, 129, 132, 133, 134, 136, 137, 141, 144, 156, 160,
     161, 168, 200, 213, 217, 219, 220, 222, 227, 228, 235, 237, 238, 239, 241, 242, 259, 276, 285, 286,
