@@ -99,11 +99,10 @@ class _AlgorithmName(Branch):
 
 
 # A recipe that leaves a hyperparameter out has the row's own.
-_MEANINGS = attribute_docstrings(Hyperparameters)
 _OVERRIDES: Any = {
     field.name: (
         get_type_hints(Hyperparameters)[field.name] | None,
-        Field(None, description=_MEANINGS.get(field.name), **field.metadata),
+        Field(None, **field.metadata),
     )
     for field in dataclasses.fields(Hyperparameters)
 }
@@ -112,6 +111,11 @@ _AlgorithmKeys: Any = create_model("AlgorithmKeys", __base__=_AlgorithmName, **_
 
 class AlgorithmConfig(_AlgorithmKeys):
     """The name of an algorithm, and the hyperparameters in which the run differs from the algorithm's own row."""
+
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """Those of the hyperparameters too, which are no fields of a class in the source."""
+        return {**super().meanings(), **attribute_docstrings(Hyperparameters)}
 
     @property
     def given(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class DataFileConfig(Branch):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        reference = handler(core_schema)
+        reference = super().__get_pydantic_json_schema__(core_schema, handler)
         or_path(handler.resolve_ref_schema(reference))
         return reference
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
+from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -16,11 +19,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
 )
+from pydantic_core import CoreSchema
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = 4095  # bytes: Linux's NAME_MAX and PATH_MAX
@@ -113,22 +118,29 @@ RunSeconds = Annotated[
 ]
 
 
-class Branch(BaseModel):
-    """One branch of the recipe: frozen, exact types, no key that is not declared."""
+def attribute_docstrings(kind: type) -> Mapping[str, str]:
+    """The strings below the annotated names of a class, by name.
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,  # what each key means
-    )
+    Empty where the source is not installed.
+    """
+    return _docstrings_of_module(kind.__module__).get(kind.__name__, {})
 
 
-def attribute_docstrings(kind: type) -> dict[str, str]:
-    """The strings below the annotated names of a class, by name: pydantic reads those of its own classes alone."""
-    (definition,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(definition, ast.ClassDef)
+@cache
+def _docstrings_of_module(name: str) -> dict[str, dict[str, str]]:
+    """The same of every class of a module, by the class's name."""
+    try:
+        source = inspect.getsource(sys.modules[name])
+    except (KeyError, OSError, TypeError):
+        return {}
+    return {
+        node.name: _strings_below(node)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def _strings_below(definition: ast.ClassDef) -> dict[str, str]:
     return {
         statement.target.id: inspect.cleandoc(below.value.value)
         for statement, below in pairwise(definition.body)
@@ -138,3 +150,35 @@ def attribute_docstrings(kind: type) -> dict[str, str]:
         and isinstance(below.value, ast.Constant)
         and isinstance(below.value.value, str)
     }
+
+
+class Branch(BaseModel):
+    """One branch of the recipe: frozen, exact types, no key that is not declared.
+
+    The string below a field is the key's meaning.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """The meanings of the branch's keys, which are read from the source when they are asked for.
+
+        Pydantic would read them in each process that imports the recipe (use_attribute_docstrings).
+        """
+        found: dict[str, str] = {}
+        for kind in reversed(cls.mro()):
+            if issubclass(kind, Branch):
+                found |= attribute_docstrings(kind)
+        return found
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        reference = handler(core_schema)
+        properties = handler.resolve_ref_schema(reference)["properties"]
+        meanings = cls.meanings()
+        for name in properties.keys() & meanings.keys():
+            properties[name]["description"] = meanings[name]
+        return reference

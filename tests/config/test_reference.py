@@ -143,5 +143,12 @@ class Documented:
     """What c is."""
 
 
+def test_a_class_without_source_has_no_strings() -> None:
+    """As where only compiled modules are installed."""
+    scope: dict[str, Any] = {"__name__": "nowhere"}
+    exec("class Sourceless:\n    a: int = 1\n    'What a is.'\n", scope)
+    assert attribute_docstrings(scope["Sourceless"]) == {}
+
+
 def test_the_strings_below_names_are_read() -> None:
     assert attribute_docstrings(Documented) == {"a": "What a is,\nin two lines.", "c": "What c is."}
