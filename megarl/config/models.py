@@ -44,7 +44,7 @@ class TrainConfig(Branch):
     etp: ParallelSize | None = None
     """Ranks that split one expert; null: 1, or `train.tp` where `train.ep` is 1."""
     layers_per_stage: Annotated[tuple[Whole, ...], Field(strict=False)] = ()
-    """Layers of each stage where stages are uneven, one number for each; empty: even stages."""
+    """Layers of each of the `train.pp` x `train.vpp` stages, which make all layers of the model; empty: even stages."""
     lr: LearningRate
     """Learning rate of AdamW for the policy, after the warm-up."""
     warmup_steps: Whole = 0
