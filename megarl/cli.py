@@ -1,5 +1,5 @@
 """The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `doctor`, `rollout` for samples alone, `convert`,
-`drain`, `engines`, `reward-check`, `episode-check`.
+`drain`, `engines`, `reward-check`, `episode-check`; `explain` and `schema` for the keys of recipes.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to correct in the recipe or its files, a
 line each; 75 ended early by SIGUSR1, to be started again with --resume; 79 ended by `megarl drain`; 130 Ctrl-C; 143
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -21,37 +19,27 @@ from typing import Annotated
 
 from typer import Argument, Option, Typer
 
-from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
+from megarl.cluster.processes import note_sigusr1, raise_on_sigterm
 from megarl.cluster.supervisor import in_child, let_be_supervised
 from megarl.collector import collector_paused
-from megarl.commands.output import (
-    check_picture,
-    last_word,
-    leave_at_once,
-    say_all,
-    tell_output_failed,
-)
+from megarl.commands.completion import complete_key, complete_override
+from megarl.commands.ending import ended as _ended
+from megarl.commands.output import check_picture, last_word, leave_at_once, say_all
 from megarl.commands.version import version_lines
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.disk import has_open_calls
-from megarl.printable import OutputFailed, one_line, show
-from megarl.types import (
-    Drained,
-    EndedEarly,
-    FolderGone,
-    Silence,
-    SilentFault,
-    UserError,
-    UserErrors,
-)
+from megarl.printable import show
+from megarl.types import UserError, UserErrors
 
-# no code of sysexits.h: a job that is queued again after others is not after this one
-_DRAINED = 79
 _RecipeFile = Annotated[Path, Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order."),
+    Argument(
+        metavar="a.b=c",
+        help="Keys to set otherwise, or YAML files of such, in order.",
+        autocompletion=complete_override,
+    ),
 ]
 
 
@@ -63,7 +51,7 @@ class _Side(Enum):
     BOTH = "both"
 
 
-app = Typer(add_completion=False, pretty_exceptions_enable=False)
+app = Typer(pretty_exceptions_enable=False)
 
 
 def _show_versions(is_wanted: bool) -> None:
@@ -358,6 +346,50 @@ def doctor(
     sys.exit(in_child(partial(_ended, run), last_word))
 
 
+@app.command()
+def explain(
+    key: Annotated[
+        str | None,
+        Argument(
+            metavar="[KEY]", help="As train.lr, or a branch: train.", autocompletion=complete_key
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, Argument(metavar="[RECIPE]", help="Whose value of the key is told, too.")
+    ] = None,
+    overrides: _Overrides = None,
+    *,
+    reference: Annotated[
+        bool, Option("--reference", help="Every key, as docs/recipe_reference.md has them.")
+    ] = False,
+) -> None:
+    """Say what a recipe's key means: its type, its default, and which runs read it."""
+
+    def run() -> None:
+        from megarl.commands.explain import explained, page
+
+        loaded = load_recipe(recipe, overrides or []) if recipe else None
+        say_all(page() if reference else explained(key, loaded))
+
+    sys.exit(_ended(run))
+
+
+@app.command()
+def schema(
+    overlay: Annotated[
+        bool, Option("--overlay", help="Of overlays, in which any key may be left out.")
+    ] = False,
+) -> None:
+    """Print the JSON schema of recipes, with which an editor completes and checks keys."""
+
+    def run() -> None:
+        from megarl.commands.explain import schema_text
+
+        say_all(schema_text(is_overlay=overlay))
+
+    sys.exit(_ended(run))
+
+
 def _outcome(path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]) -> int:
     """Load a recipe and run; the exit code."""
     return _ended(lambda: run(load_recipe(path, overrides or [])))
@@ -368,40 +400,6 @@ def _outcome_with_ray(
 ) -> int:
     """The same in a child process, which Ray may end."""
     return in_child(partial(_outcome, path, overrides, run), last_word)
-
-
-def _ended(run: Callable[[], int | None]) -> int:
-    """Run, say how it ended on the last lines of stderr, and return the exit code: the result, or 0 without one."""
-    # where a user's reward function lies; the console script does not look there
-    sys.path.append(os.getcwd())
-    try:
-        return run() or 0
-    except (FolderGone, Silence, SilentFault) as error:
-        last_word(f"megarl: {error}")
-        return 1
-    except (UserError, UserErrors) as error:
-        last_word(error)
-        return 2
-    except Drained as end:
-        last_word(f"megarl: {end}")
-        return _DRAINED
-    except EndedEarly as end:
-        last_word(f"megarl: {end}")
-        return os.EX_TEMPFAIL  # 75: try again
-    except KeyboardInterrupt:
-        if was_terminated():
-            last_word("megarl: terminated")
-            return 143
-        last_word("megarl: interrupted")
-        return 130
-    except OutputFailed as raised:
-        tell_output_failed(raised)
-        return 1
-    except Exception as raised:
-        last_word(getattr(raised, "evidence", None) or traceback.format_exc())
-        cause = str(raised).strip().splitlines() or [""]
-        last_word(one_line(f"megarl: {type(raised).__name__}: {cause[0]}"))
-        return 1
 
 
 def _tell(line: object) -> None:

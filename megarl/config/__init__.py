@@ -32,6 +32,7 @@ from megarl.config.fields import (
     TopP,
     VariableName,
     Whole,
+    attribute_docstrings,
 )
 from megarl.config.models import (
     CriticConfig,
@@ -46,52 +47,75 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class RunConfig(Branch):
-    """The run as a whole: `dir/name` receives every file.
-
-    `timeout_s` limits silence, not work: of a collective or rendezvous whose peers do not arrive, of a training rank or
-    engine whose process does not answer, of an SGLang scheduler that is stopped or stays in one iteration of its loop
-    (the forward pass of one batch). After that time the run ends and names the process. A rollout, a step or a
-    checkpoint may take longer.
-    """
+    """The run as a whole: `dir/name` receives every file."""
 
     name: FolderName
+    """Name of the run, and of its folder in `run.dir`."""
     dir: FilePath = "runs"
+    """Folder of runs."""
     seed: Seed = 1
+    """Seed of the order of the data, of samples, and of weights that begin at random."""
     steps: Count
+    """Steps of training after the warm start; with `--resume` those before the checkpoint count."""
     trackers: Annotated[tuple[Tracker, ...], Field(strict=False)] = ()
-    # of W&B, experiment of MLflow; the clients' own variable, or megarl, unless set
+    """Trackers that get the metrics and samples of each step, besides the files of the run."""
     project: FolderName | None = None
-    sample_log_count: Whole = 8  # responses written to samples.jsonl each step
+    """Project of W&B and experiment of MLflow; null: the clients' own variable, or `megarl`."""
+    sample_log_count: Whole = 8
+    """Samples of each step that are written to `samples.jsonl`."""
     timeout_s: RunSeconds = 600.0
-    # so often in a window an engine, or the ranks of a GPU, are started anew that have died or hang; 0: the run ends
+    """Seconds of silence after which the run ends and names the process.
+
+    It limits silence, not work: of a collective or rendezvous whose peers do not arrive, of a training rank or engine
+    whose process does not answer, of an SGLang scheduler that is stopped or stays in one iteration of its loop (the
+    forward pass of one batch). A rollout, a step or a checkpoint may take longer.
+    """
     restarts: Whole = 3
+    """How often within `run.restart_window_s` an engine, or the ranks of a GPU, are started anew after they died or
+    hung; 0: the run ends."""
     restart_window_s: RunSeconds = 3600.0
-    # updates from one comparison of replicated weights to the next; null: there is none
+    """Seconds in which `run.restarts` are counted."""
     compare_replicas_every: Count | None = 1
-    # where ranks or an engine compute wrong numbers; repeat: the step, if the run can recover
+    """Updates from one comparison of replicated weights to the next; null: they are not compared."""
     on_silent_fault: Literal["stop", "repeat"] = "stop"
+    """What happens where ranks or an engine compute wrong numbers: the run stops, or repeats the step if it can
+    recover."""
 
 
 class ModelConfig(Branch):
-    """A HF checkpoint folder, a folder with its config.json alone, for plans, and the type of both sides' weights."""
+    """The policy's checkpoint, and the type of its weights in ranks and engines."""
 
     path: FilePath
+    """Folder of a Hugging Face checkpoint with its tokenizer."""
     config: FilePath | None = None
+    """Folder with a `config.json` alone, for plans and dry runs where `model.path` is not there."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights on both sides."""
+
+
+class _AlgorithmName(Branch):
+    name: Text = "grpo"
+    """Row of the table of algorithms (docs/algorithms.md), which has a value for every other key of this branch."""
 
 
 # A recipe that leaves a hyperparameter out has the row's own.
 _OVERRIDES: Any = {
-    field.name: (get_type_hints(Hyperparameters)[field.name] | None, Field(None, **field.metadata))
+    field.name: (
+        get_type_hints(Hyperparameters)[field.name] | None,
+        Field(None, **field.metadata),
+    )
     for field in dataclasses.fields(Hyperparameters)
 }
-_AlgorithmKeys: Any = create_model(
-    "AlgorithmKeys", __base__=Branch, name=(Text, "grpo"), **_OVERRIDES
-)
+_AlgorithmKeys: Any = create_model("AlgorithmKeys", __base__=_AlgorithmName, **_OVERRIDES)
 
 
 class AlgorithmConfig(_AlgorithmKeys):
-    """The name of a row of `megarl.algos.ALGORITHMS`, and the hyperparameters that override the row's."""
+    """The name of an algorithm, and the hyperparameters in which the run differs from the algorithm's own row."""
+
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """Those of the hyperparameters too, which are no fields of a class in the source."""
+        return {**super().meanings(), **attribute_docstrings(Hyperparameters)}
 
     @property
     def given(self) -> dict[str, Any]:
@@ -108,41 +132,53 @@ class WarmStartConfig(Branch):
     """Supervised steps on the training answers before step 1; none by default."""
 
     steps: Whole = 0
+    """Supervised steps; 0: none."""
     sequences_per_step: Count = 256
+    """Prompts with their answers in one supervised step."""
     lr: LearningRate = 1e-3
+    """Learning rate of AdamW in the supervised steps, after their warm-up."""
     warmup_steps: Whole = 0
+    """Supervised steps over which the learning rate rises linearly to `warm_start.lr`."""
 
 
 class EngineConfig(Branch):
-    """`count` SGLang engines of `tp` slots each; `sglang` passes SGLang's own server arguments through.
+    """The SGLang engines that sample: how many, and how each splits the model over its GPU slots.
 
-    With `external` the engines are SGLang servers that others have started, and `count` is their number: it may be left
-    out. They read each step's weights as files below `external_dir`, which training ranks and servers must share.
+    With `external` the engines are SGLang servers that others have started. They read each step's weights as files
+    below `external_dir`, which training ranks and servers must share.
     """
 
     count: ParallelSize = 1
-    # while the run goes on `megarl engines` may ask for 1 to so many; null: count stays
+    """Engines; of external ones the number of servers, which may be left out."""
     max_count: ParallelSize | None = None
+    """The most engines that `megarl engines` may ask a live run for; null: `rollout.engine.count` stays."""
     tp: ParallelSize = 1
-    ep: ParallelSize = 1  # groups of tp / ep slots that share the experts out among them
-    # SGLang's DP attention: groups of tp / dp slots that each hold the whole attention
+    """GPU slots of one engine (tensor parallelism)."""
+    ep: ParallelSize = 1
+    """Groups of `tp / ep` slots that share the experts out among them (expert parallelism)."""
     dp: ParallelSize = 1
-    fp8: bool = False  # weights in float8 tiles of 128 x 128, quantised before they are sent
-    # dense layers on each slot, or over all; unset: whole with dp > 1
+    """SGLang's DP attention: groups of `tp / dp` slots that each hold the whole attention and sample sequences of
+    their own."""
+    fp8: bool = False
+    """Weights of the engines in float8 tiles of 128 x 128, quantised before they are sent."""
     dense: Literal["whole", "cut"] | None = None
-    # the output layer of each dp group, or of all; group with dp > 1
+    """Dense layers: whole on each slot, or cut over all of them; null: whole where `rollout.engine.dp` is above 1, else
+    cut."""
     head: Literal["group", "engine"] | None = None
-    # whether tokens go to all slots, or to those that they chose
+    """The output layer is split over each DP group, or over the engine; null: group where `rollout.engine.dp` is above
+    1, else engine."""
     experts: Literal["gather", "deepep"] = "gather"
-    # speculative decoding: tokens that the MTP layer drafts for each step
+    """All tokens go to all slots, or DeepEP sends each token to the slots of the experts that it chose."""
     draft: Annotated[int, Field(ge=0, le=3)] = 0
+    """Speculative decoding: tokens that the model's MTP layer drafts in each step; 0: off."""
     sglang: dict[str, Any] = {}
-    # host:port of each server
+    """SGLang's own server arguments, checked against its class."""
     external: Annotated[tuple[ServerAddress, ...], Field(strict=False)] = ()
-    # the environment variable with the servers' API key; null: they want none
+    """SGLang servers that others have started, each as host:port, in place of engines of the run."""
     external_key_env: VariableName | None = None
-    # null: the run's folder
+    """Environment variable with the API key of the external servers; null: they want none."""
     external_dir: FilePath | None = None
+    """Folder that ranks and external servers share, for the weights of each step; null: the run's folder."""
 
     @model_validator(mode="before")
     @classmethod
@@ -163,23 +199,31 @@ class RolloutConfig(Branch):
     """What is sampled in one step, and by which engines.
 
     A response is sampled in phases of at most `phase_tokens` new tokens; between two phases no engine runs. A step
-    trains as soon as `prompts_per_step` groups are complete, and the others go on with the next weights. At most
-    `prompts_in_flight` prompts are begun and not trained on yet. With `ahead` the engines that share no GPU with other
-    models sample one phase while the ranks learn, with the weights from before these updates.
+    trains as soon as `prompts_per_step` groups are complete, and the others go on with the next weights.
 
     The policy is the distribution that samples are drawn from, softmax(logits / temperature): logprobs, ratios, entropy
     and the KL to the reference use this temperature on both sides. Supervised losses use temperature 1.
     """
 
     prompts_per_step: Count
-    samples_per_prompt: SampleCount  # at least 2 where an advantage compares the samples of a group
+    """Prompts that a step trains on."""
+    samples_per_prompt: SampleCount
+    """Samples of each prompt (group size); at least 2 where an advantage compares the samples of a group."""
     max_response_tokens: Count
-    phase_tokens: Count | None = None  # null: a response is sampled whole, in one phase
-    prompts_in_flight: Count | None = None  # null: prompts_per_step
-    ahead: Literal[0, 1] = 0  # phases that are sampled while the ranks learn
+    """The most tokens of a response, or of one turn of an episode."""
+    phase_tokens: Count | None = None
+    """Partial rollout: the most new tokens of a sample in one phase; null: samples are whole, in one phase."""
+    prompts_in_flight: Count | None = None
+    """The most prompts that are begun and not trained on yet; null: `rollout.prompts_per_step`."""
+    ahead: Literal[0, 1] = 0
+    """One-step off-policy: phases that engines with GPUs of their own sample while the ranks learn, with the weights
+    from before these updates."""
     temperature: SamplingTemperature = 1.0
-    top_p: TopP = 1.0  # 1 for training samples; an evaluation's may be less
-    seeded: bool = False  # the same seed and weights give the same samples, to the last bit; slower
+    """Sampling temperature of training samples, which defines the policy on both sides."""
+    top_p: TopP = 1.0
+    """Nucleus sampling of training samples: only 1 is taken; an evaluation's may be less."""
+    seeded: bool = False
+    """The same seed and weights give the same samples, to the last bit; slower."""
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -192,27 +236,36 @@ class EvaluationSetConfig(Branch):
     """How one set of `data.eval` is answered; keys that are not set are as for all sets."""
 
     max_prompts: Count | None = None
+    """The most prompts of this set; null: `evaluation.max_prompts`."""
     samples: SampleCount | None = None
+    """Answers to each prompt of this set; null: `evaluation.samples`."""
     temperature: Temperature | None = None
+    """Sampling temperature for this set; null: `evaluation.temperature`."""
     top_p: TopP | None = None
+    """Nucleus sampling for this set; null: `evaluation.top_p`."""
     max_response_tokens: Count | None = None
+    """The most tokens of an answer to this set; null: `evaluation.max_response_tokens`."""
 
 
 class EvaluationConfig(Branch):
-    """`samples` answers to at most `max_prompts` prompts of each set, every `every` steps and at the end.
-
-    Also before training, unless `at_start` is false. At temperature 0 decoding is greedy. `max_response_tokens` is the
-    rollout's unless it is set; `sets` overrides keys for single sets.
-    """
+    """How the sets of `data.eval` are answered, and when."""
 
     every: Count = 10
+    """Steps from one evaluation to the next; the last step of the run has one in any case."""
     at_start: bool = True
+    """Whether the sets are also answered before training."""
     max_prompts: Count = 256
+    """The most prompts of each set."""
     samples: SampleCount = 1
+    """Answers to each prompt; with several, avg@k, pass@k and maj@k are logged."""
     temperature: Temperature = 0.0
+    """Sampling temperature of evaluations; 0: greedy."""
     top_p: TopP = 1.0
+    """Nucleus sampling of evaluations."""
     max_response_tokens: Count | None = None
+    """The most tokens of an answer; null: `rollout.max_response_tokens`."""
     sets: Mapping[FolderName, EvaluationSetConfig] = {}
+    """Keys that differ for single sets, by the sets' names in `data.eval`."""
 
     def of(self, name: str) -> EvaluationConfig:
         """The keys for the set of this name."""
@@ -221,48 +274,53 @@ class EvaluationConfig(Branch):
 
 
 class CheckpointConfig(Branch):
-    """Everything that a run needs to resume, written every `every` steps (never if not set); the last `keep` stay.
+    """Everything that a run needs to resume.
 
-    Where the disk is full or broken, the run goes on without a checkpoint, `may_fail` times in a row. With
-    `memory_copies` the nodes' memory has the state of the ranks after each step, from which a rank that fails is
-    brought back, so that its step's training alone is repeated; otherwise the run goes back to its newest checkpoint.
-    Each rank's weights and optimizer are there twice, those of the step and of the step before, and on a second node
-    where there are several.
+    With `memory_copies` each rank's weights and optimizer are there twice, those of the step and of the step before,
+    and on a second node where there are several.
     """
 
     every: Count | None = None
+    """Steps from one checkpoint to the next; null: one is written on SIGUSR1 and for `megarl drain` alone."""
     keep: Count = 3
-    asynchronous: bool = True  # files are written while training goes on
+    """Newest checkpoints that stay."""
+    asynchronous: bool = True
+    """Files are written while training goes on."""
     may_fail: Whole = 2
-    # off by default: the largest models fill the hosts without them
+    """Checkpoints in a row that a full or broken disk may cost before the run ends."""
     memory_copies: bool = False
+    """The nodes' memory has the state of the ranks after each step: after a rank fails, its step's training alone is
+    repeated, and without copies everything since the newest checkpoint. Off by default, because the largest models
+    fill the hosts without them."""
 
 
 class ReshardConfig(Branch):
-    """`round_bytes` bounds the bytes a member has in flight, whatever the model's size.
-
-    `verify` compares the engines' weights with the trained weights: by checksums, or by sending every byte again.
-    """
+    """How the trained weights get into the engines."""
 
     round_bytes: Annotated[int, Field(ge=1024, le=2**40)] = 512 * 1024 * 1024
+    """The most bytes that a member of the exchange has in flight, whatever the model's size."""
     verify: Literal["off", "checksum", "full"] = "off"
+    """Whether the engines' weights are compared with the trained ones: by checksums, or by sending every byte again."""
 
 
 class PlacementConfig(Branch):
     """GPU slots of the run; training ranks and engines share them or have separate slots."""
 
     gpus: ParallelSize
-    # training ranks, on the first slots; all slots unless it is set
+    """GPU slots of the run, numbered from 0."""
     train_gpus: ParallelSize | None = None
-    first_engine_gpu: Slot = 0  # the engines' first slot; at train_gpus they have GPUs of their own
-    # neighbours with fast links: what several of them need enters their node once
+    """Slots of training ranks, from slot 0 on; null: all."""
+    first_engine_gpu: Slot = 0
+    """First slot of the engines; at `placement.train_gpus` they have GPUs of their own."""
     gpus_per_node: ParallelSize = 8
-    # nodes: of a Ray cluster that runs, by the addresses it has
+    """GPUs of a node: neighbours with fast links, into whose node what several of them need is sent once."""
     network: Literal["loopback", "nodes"] = "loopback"
-    # so many nodes more, which are idle until one takes the place of a node that died
+    """loopback: the run starts its own Ray on this machine; nodes: it takes those of a Ray cluster that runs, by their
+    addresses."""
     spare_nodes: Whole = 0
-    # a file of recipes/hardware, with whose figures `megarl plan` calculates
+    """Further nodes that are idle until one takes the place of a node that died."""
     hardware: FilePath | None = None
+    """File of recipes/hardware with the figures of the GPUs, for `megarl plan` and `--dry-run`."""
 
     @property
     def node_gpus(self) -> int | None:

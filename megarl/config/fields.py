@@ -5,7 +5,13 @@ Each number has bounds, which come from float32, NumPy's seeds, file names or cl
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,10 +19,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
 )
+from pydantic_core import CoreSchema
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = 4095  # bytes: Linux's NAME_MAX and PATH_MAX
@@ -78,9 +87,13 @@ SampleCount = Annotated[int, Field(ge=1, le=65_536)]  # of one prompt
 LoraRank = Annotated[int, Field(ge=1, le=4096)]
 Bytes = Annotated[int, Field(ge=1, le=2**60)]
 Text = Annotated[str, Field(min_length=1)]
-FilePath = Annotated[str, Field(min_length=1), AfterValidator(_path)]
+FilePath = Annotated[
+    str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(_path)
+]
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-ServerAddress = Annotated[str, AfterValidator(_server)]
+ServerAddress = Annotated[
+    str, AfterValidator(_server), WithJsonSchema({"type": "string", "pattern": "^.+:[0-9]{1,5}$"})
+]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
@@ -88,14 +101,84 @@ Speed = Annotated[float, Field(ge=1, le=1e21)]  # bytes or operations a second
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Share = Annotated[float, Field(ge=0, le=1)]
 LearningRate = Annotated[float, Field(ge=1e-15, le=10)]
-Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]  # 0: greedy
+Temperature = Annotated[  # 0: greedy
+    float,
+    Field(ge=0),
+    AfterValidator(_temperature),
+    WithJsonSchema({"anyOf": [{"const": 0}, {"type": "number", "minimum": 0.01, "maximum": 100}]}),
+]
 SamplingTemperature = Annotated[float, Field(ge=0.01, le=100)]
 TopP = Annotated[float, Field(ge=1e-6, le=1)]
 Seconds = Annotated[float, Field(ge=0.01, le=7 * _DAY_S)]
-RunSeconds = Annotated[float, Field(gt=0, le=7 * _DAY_S), AfterValidator(_start)]
+RunSeconds = Annotated[
+    float,
+    Field(gt=0, le=7 * _DAY_S),
+    AfterValidator(_start),
+    WithJsonSchema({"type": "number", "minimum": _LEAST_START_S, "maximum": 7 * _DAY_S}),
+]
+
+
+def attribute_docstrings(kind: type) -> Mapping[str, str]:
+    """The strings below the annotated names of a class, by name.
+
+    Empty where the source is not installed.
+    """
+    return _docstrings_of_module(kind.__module__).get(kind.__name__, {})
+
+
+@cache
+def _docstrings_of_module(name: str) -> dict[str, dict[str, str]]:
+    """The same of every class of a module, by the class's name."""
+    try:
+        source = inspect.getsource(sys.modules[name])
+    except (KeyError, OSError, TypeError):
+        return {}
+    return {
+        node.name: _strings_below(node)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def _strings_below(definition: ast.ClassDef) -> dict[str, str]:
+    return {
+        statement.target.id: inspect.cleandoc(below.value.value)
+        for statement, below in pairwise(definition.body)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
 
 
 class Branch(BaseModel):
-    """One branch of the recipe: frozen, exact types, no key that is not declared."""
+    """One branch of the recipe: frozen, exact types, no key that is not declared.
+
+    The string below a field is the key's meaning.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """The meanings of the branch's keys, which are read from the source when they are asked for.
+
+        Pydantic would read them in each process that imports the recipe (use_attribute_docstrings).
+        """
+        found: dict[str, str] = {}
+        for kind in reversed(cls.mro()):
+            if issubclass(kind, Branch):
+                found |= attribute_docstrings(kind)
+        return found
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        reference = handler(core_schema)
+        properties = handler.resolve_ref_schema(reference)["properties"]
+        meanings = cls.meanings()
+        for name in properties.keys() & meanings.keys():
+            properties[name]["description"] = meanings[name]
+        return reference

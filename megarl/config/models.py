@@ -26,48 +26,66 @@ from megarl.types import LrSchedule, RecomputedPart
 
 
 class TrainConfig(Branch):
-    """Parallel axes and optimiser of the trainer.
+    """Parallel axes and optimizer of the training ranks.
 
-    Megatron's own fields pass through: `megatron` to its TransformerConfig, `ddp` to its DistributedDataParallelConfig,
-    `optimizer` to its OptimizerConfig.
-
-    The coefficients are of means over the update's tokens: of each sequence's load balance (aux_loss), of the squared
-    log of the router's partition function (z_loss), of the multi-token prediction's loss (mtp_loss; 0 freezes it).
+    Coefficients of losses weight means over the update's tokens. `megarl plan --search train` looks for faster layouts.
     """
 
     tp: ParallelSize = 1
+    """Tensor parallelism, with sequence parallelism where it is above 1."""
     pp: ParallelSize = 1
+    """Pipeline parallelism: stages."""
     ep: ParallelSize = 1
-    # ranks that share the tokens of each sequence; auto: as many as its micro-batch needs
+    """Expert parallelism: ranks that share the experts out among them."""
     cp: ContextSize = 1
-    vpp: ParallelSize = 1  # virtual stages of each pipeline rank
-    # ranks that split one expert; 1, or tp where ep is 1, unless it is set
+    """Context parallelism: ranks that share the tokens of each sequence; auto: as many as its micro-batch needs."""
+    vpp: ParallelSize = 1
+    """Virtual stages of each pipeline rank (interleaved 1F1B)."""
     etp: ParallelSize | None = None
-    layers_per_stage: Annotated[tuple[Whole, ...], Field(strict=False)] = ()  # uneven stages
+    """Ranks that split one expert; null: 1, or `train.tp` where `train.ep` is 1."""
+    layers_per_stage: Annotated[tuple[Whole, ...], Field(strict=False)] = ()
+    """Layers of each of the `train.pp` x `train.vpp` stages, which make all layers of the model; empty: even stages."""
     lr: LearningRate
+    """Learning rate of AdamW for the policy, after the warm-up."""
     warmup_steps: Whole = 0
+    """Steps over which the learning rate rises linearly to `train.lr`."""
     lr_schedule: LrSchedule = "constant"
-    lr_end: Share = 0.0  # of lr: the schedule reaches this share after the last step
+    """Course of the learning rate from the warm-up to the last step."""
+    lr_end: Share = 0.0
+    """Share of `train.lr` that a linear or cosine schedule reaches after the last step."""
     weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of AdamW."""
     grad_clip: Positive = 1.0
-    tokens_per_micro_batch: Count = 4096  # of all ranks that share them; with cp auto of each rank
+    """Norm to which the gradient of all weights together is clipped."""
+    tokens_per_micro_batch: Count = 4096
+    """The most tokens of a packed micro-batch, of all ranks that share them; with `train.cp: auto` of each rank."""
     updates_per_step: Count = 1
+    """Updates of the optimizer in each step, among which its samples are divided."""
     aux_loss: NonNegative = 0.0
+    """Coefficient of each sequence's load-balance loss of the experts."""
     z_loss: NonNegative = 0.0
+    """Coefficient of the squared log of the router's partition function."""
     mtp_loss: NonNegative = 0.0
-    # of the steps of DeepSeek's router biases towards balance, after each update
+    """Coefficient of the loss of multi-token prediction (MTP); 0 freezes its layers."""
     router_bias_rate: NonNegative = 0.0
-    # of routed experts: none, the old policy's, the engine's
+    """Step of DeepSeek's router biases towards balance, after each update; 0: they stay."""
     replay: Literal["off", "r2", "r3"] = "off"
-    optimizer_offload: bool = False  # the optimizer lives and steps in host memory
-    local_layers: bool = False  # Megatron's own layers on GPUs that lack TransformerEngine; slower
-    # tokens that several samples of a micro-batch begin with are computed once
+    """Routing replay: updates use the experts that the old policy chose (r2), or the engine (r3)."""
+    optimizer_offload: bool = False
+    """The optimizer's state is in host memory, and its step is computed there."""
+    local_layers: bool = False
+    """Allows Megatron's own layers on GPUs that lack TransformerEngine; slower."""
     share_prefixes: bool = False
-    # parts of a layer that are computed again in the backward pass, each on so many pipeline ranks from the first
+    """Tokens that several samples of a micro-batch begin with are computed once; not with TransformerEngine."""
     recompute: dict[RecomputedPart, Whole] = {}
+    """Parts of a layer that are computed again in the backward pass, each with the number of pipeline ranks, from the
+    first, that do so."""
     megatron: dict[str, Any] = {}
+    """Options of Megatron's TransformerConfig, checked against it."""
     ddp: dict[str, Any] = {}
+    """Options of Megatron's DistributedDataParallelConfig, checked against it."""
     optimizer: dict[str, Any] = {}
+    """Options of Megatron's OptimizerConfig, checked against it."""
 
     @property
     def passes_options(self) -> bool:
@@ -78,85 +96,98 @@ class TrainConfig(Branch):
 class LoraConfig(Branch):
     """Low-rank adapters (LoRA, arXiv 2106.09685) in place of the policy's weights, which stay frozen.
 
-    A linear layer with weight W computes W x + (alpha / rank) B A x. `targets` are the last parts of the layers' names
-    in the checkpoint (q_proj, down_proj); all linear layers of the decoder unless it is set. Each routed expert has
-    adapters of its own, of rank `experts`, and alpha / `experts` there. 0: none; null: `rank` over the number of
-    experts that a token is sent to, rounded down, at least 1. A run begins with the adapters of `path`, a folder in
-    PEFT's format, or with B = 0.
-
-    `sync: merged`: engines get the sums W + (alpha / rank) B A, rounded to `model.dtype` as `rounding` says; in a
-    16-bit type training computes with these too. `adapters`: they get the frozen weights once and then the adapters
-    alone, with which SGLang computes.
+    A linear layer with weight W computes W x + (alpha / rank) B A x.
     """
 
     rank: LoraRank = 16
+    """Rank of the adapters."""
     alpha: Positive = 32.0
+    """An adapter's delta is scaled by alpha over its layer's own rank."""
     targets: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Layers with adapters, by the last parts of their names in the checkpoint (q_proj, down_proj); empty: all linear
+    layers of the decoder."""
     experts: Annotated[int, Field(ge=0, le=4096)] | None = None
+    """Rank of each routed expert's own adapters; 0: none; null: `lora.rank` over the number of experts that a token is
+    sent to, rounded down, at least 1."""
     path: FilePath | None = None
+    """Folder in PEFT's format with the adapters that the run begins with; null: B is 0."""
     sync: Literal["merged", "adapters"] = "merged"
+    """merged: engines get the sums W + (alpha / rank) B A, and in a 16-bit type training computes with these too;
+    adapters: they get the frozen weights once and then the adapters alone, with which SGLang computes."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How the sums of `lora.sync: merged` are rounded to `model.dtype`."""
 
 
 class ReferenceConfig(Branch):
-    """The frozen model of the KL terms: the policy's first weights, unless `path` names a checkpoint.
+    """The frozen model of the KL terms.
 
     It needs no GPU memory: its weights are in host memory and are swapped with the policy's for a forward pass. With
     `lora` the reference is the frozen model, also where a run begins with the adapters of `lora.path`.
     """
 
     use: bool = False
+    """Computes the KL to the reference for the metrics where no loss or reward has it."""
     path: FilePath | None = None
+    """Checkpoint of the reference, or of a teacher; null: the policy's first weights."""
 
 
 class RanksConfig(Branch):
-    """Training ranks of the critic or the reward model; keys that are not set are as for the policy.
-
-    Their slots begin at `first_gpu`. Ranks and engines that share a slot hold its GPU memory in turn.
-    """
+    """Training ranks of the critic or the reward model; ranks and engines that share a slot hold its memory in turn."""
 
     first_gpu: Slot = 0
+    """First GPU slot of these ranks."""
     gpus: ParallelSize | None = None
+    """GPU slots of these ranks; null: as many as the policy's."""
     tp: ParallelSize | None = None
+    """Tensor parallelism; null: `train.tp`."""
     pp: ParallelSize | None = None
+    """Pipeline parallelism; null: `train.pp`."""
     ep: ParallelSize | None = None
+    """Expert parallelism; null: `train.ep`."""
     cp: ContextSize | None = None
+    """Context parallelism; null: `train.cp`."""
     vpp: ParallelSize | None = None
+    """Virtual stages of each pipeline rank; null: `train.vpp`."""
     etp: ParallelSize | None = None
+    """Ranks that split one expert; null: `train.etp`."""
     layers_per_stage: Annotated[tuple[Whole, ...] | None, Field(strict=False)] = None
+    """Layers of each stage where stages are uneven; null: `train.layers_per_stage`."""
     tokens_per_micro_batch: Count | None = None
+    """The most tokens of a packed micro-batch; null: `train.tokens_per_micro_batch`."""
 
 
 class CriticConfig(Branch):
-    """The auxiliary model of algorithms that train one: a critic, or PRIME's implicit reward model.
-
-    A critic's checkpoint is a language model or a classifier with one score, an implicit reward model's a language
-    model. `path` and the keys of the learning rate are the policy's unless they are set.
-
-    With `shares_weights` a critic learns adapters of the size of `lora` and its head, and computes with the policy's
-    frozen weights, which are in memory once; its ranks must be on the policy's slots, in the same layout.
-    """
+    """The auxiliary model of algorithms that train one: a critic, or PRIME's implicit reward model."""
 
     path: FilePath | None = None
+    """Its checkpoint: of a critic a language model or a classifier with one score, of an implicit reward model a
+    language model; null: `model.path`."""
     shares_weights: bool = False
+    """The critic learns adapters of the size of `lora` and its head, and computes with the policy's frozen weights,
+    which are in memory once; its ranks must be on the policy's slots, in the same layout."""
     lr: LearningRate | None = None
+    """Learning rate of AdamW for it; null: `train.lr`."""
     warmup_steps: Whole | None = None
+    """Steps over which its learning rate rises linearly; null: `train.warmup_steps`."""
     lr_schedule: LrSchedule | None = None
+    """Course of its learning rate; null: `train.lr_schedule`."""
     lr_end: Share | None = None
+    """Share of its learning rate that the schedule reaches after the last step; null: `train.lr_end`."""
     ranks: RanksConfig = RanksConfig()
 
 
 class RewardModelConfig(Branch):
-    """A sequence classifier with one score; `weight` times the score is added to the reward of each response.
+    """A sequence classifier with one score, which is added to the reward of each response.
 
     It reads prompt and response as a chat, with its own tokenizer and template; of a chat that is too long, the end.
-
-    `adapters`, in place of `path`, is a folder in PEFT's format: adapters and a head for the policy's frozen weights,
-    which are in memory once. Its ranks must be on the policy's slots, in the same layout; tokenizer and template are
-    the policy's.
     """
 
     path: FilePath | None = None
+    """Its checkpoint; null: there is no reward model, unless `reward_model.adapters` is set."""
     adapters: FilePath | None = None
+    """In place of a checkpoint, a folder in PEFT's format with adapters and a head for the policy's frozen weights,
+    which are in memory once; its ranks must be on the policy's slots, in the same layout, and tokenizer and template
+    are the policy's."""
     weight: Weight = 1.0
+    """Factor of the score in the reward."""
     ranks: RanksConfig = RanksConfig()

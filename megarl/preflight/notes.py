@@ -18,6 +18,7 @@ from megarl.algos import (
 )
 from megarl.config import Recipe
 from megarl.config.fields import Branch
+from megarl.config.unread import UNREAD_WHERE
 from megarl.placement.overlaps import PAIRED_PASSES
 from megarl.placement.roles import train_layout
 from megarl.samples.buffer import num_phases, staleness_bound
@@ -33,79 +34,54 @@ def unread_reasons(recipe: Recipe) -> dict[str, str]:
     keys that it governs. Other checks tell of `algorithm` (hyperparameter_errors) and `evaluation.sets` (eval_errors).
     """
     name = recipe.algorithm.name
-    from_answers = _unless(not learns_from_answers(name), f"{name} learns from the data's answers")
-    temperatures = [recipe.evaluation.of(each).temperature for each in recipe.data.eval]
-    is_agents = recipe.episode is not None and recipe.episode.agent is not None
-    agent = _unless(not is_agents, "an agent makes its own calls")
-    critic_schedule = recipe.critic.lr_schedule or recipe.train.lr_schedule
     return {
-        "data.messages": _unless(recipe.episode, "episode is not set"),
-        "episode.phase_tool_s": _unless(
-            recipe.rollout.phase_tokens, "rollout.phase_tokens is not set"
-        ),
-        "episode.max_observation_tokens": agent,
-        "episode.call_timeout_s": agent,
-        "run.project": _unless(
-            set(recipe.run.trackers) - {"tensorboard"},
-            "run.trackers names neither wandb nor mlflow",
-        ),
-        "run.compare_replicas_every": _unless(_has_replicas(recipe), "no rank has a replica"),
-        "warm_start": _unless(
-            _is_wanted(recipe.warm_start, "steps"), "warm_start.steps is not set"
-        ),
-        "reward.source": _unless(recipe.reward.by_source, "reward.by_source names no source"),
-        "rollout.temperature": from_answers,
-        "rollout.top_p": from_answers,
-        "rollout.phase_tokens": from_answers,
-        "rollout.prompts_in_flight": from_answers,
-        "rollout.ahead": from_answers,
-        "evaluation": _unless(
-            _is_wanted(recipe.data, "eval") or recipe.evaluation.sets, "data.eval names no set"
-        ),
-        "evaluation.top_p": _unless(
-            any(temperatures) or not temperatures,
-            "at temperature 0 the most probable token is taken",
-        ),
-        "reshard.round_bytes": _unless(
-            not recipe.rollout.engine.external, "external engines get weights as files"
-        ),
-        "train.lr_end": _unless(
-            recipe.train.lr_schedule != "constant", "train.lr_schedule is constant"
-        ),
-        "reference.path": _unless(
-            has_reference(recipe.algorithm, recipe.reference.use),
-            "reference.use is false and algorithm.kl_coefficient is 0",
-        ),
-        "critic": _unless(has_critic(name), f"{name} has no critic"),
-        "critic.lr_end": _unless(
-            critic_schedule != "constant" or not has_critic(name),
-            "the critic's lr_schedule is constant",
-        ),
-        "reward_model": _unless(
-            recipe.reward_model.path or recipe.reward_model.adapters, "reward_model.path is not set"
-        ),
-        **_unread_of_recovery(recipe),
+        key: "" if is_read else UNREAD_WHERE[key].format(algorithm=name)
+        for key, is_read in {**_is_read(recipe), **_is_read_for_recovery(recipe)}.items()
     }
 
 
-def _unread_of_recovery(recipe: Recipe) -> dict[str, str]:
-    """Those of `unread_reasons` for the keys of `checkpoint`, and of what a run does after failures."""
-    no_checkpoints = _unless(
-        _is_wanted(recipe.checkpoint, "every"),
-        "checkpoint.every is not set: a checkpoint is written on SIGUSR1 and for megarl drain alone",
-    )
+def _is_read(recipe: Recipe) -> dict[str, object]:
+    """Key or section of `UNREAD_WHERE` -> whether something reads it."""
+    name = recipe.algorithm.name
+    samples = not learns_from_answers(name)
+    temperatures = [recipe.evaluation.of(each).temperature for each in recipe.data.eval]
+    has_no_agent = recipe.episode is None or recipe.episode.agent is None
+    critic_schedule = recipe.critic.lr_schedule or recipe.train.lr_schedule
     return {
-        "run.restart_window_s": _unless(recipe.run.restarts, "run.restarts is 0"),
-        "run.on_silent_fault": _unless(
-            recipe.run.restarts or recipe.run.on_silent_fault == "stop",
-            "run.restarts is 0: no step is repeated",
-        ),
-        "checkpoint.keep": no_checkpoints,
-        "checkpoint.asynchronous": no_checkpoints,
-        "checkpoint.may_fail": no_checkpoints,
-        "checkpoint.memory_copies": _unless(
-            recipe.run.restarts, "run.restarts is 0: a rank that fails ends the run"
-        ),
+        "data.messages": recipe.episode,
+        "episode.phase_tool_s": recipe.rollout.phase_tokens,
+        "episode.max_observation_tokens": has_no_agent,
+        "episode.call_timeout_s": has_no_agent,
+        "run.project": set(recipe.run.trackers) - {"tensorboard"},
+        "run.compare_replicas_every": _has_replicas(recipe),
+        "warm_start": _is_wanted(recipe.warm_start, "steps"),
+        "reward.source": recipe.reward.by_source,
+        "rollout.temperature": samples,
+        "rollout.top_p": samples,
+        "rollout.phase_tokens": samples,
+        "rollout.prompts_in_flight": samples,
+        "rollout.ahead": samples,
+        "evaluation": _is_wanted(recipe.data, "eval") or recipe.evaluation.sets,
+        "evaluation.top_p": any(temperatures) or not temperatures,
+        "reshard.round_bytes": not recipe.rollout.engine.external,
+        "train.lr_end": recipe.train.lr_schedule != "constant",
+        "reference.path": has_reference(recipe.algorithm, recipe.reference.use),
+        "critic": has_critic(name),
+        "critic.lr_end": critic_schedule != "constant" or not has_critic(name),
+        "reward_model": recipe.reward_model.path or recipe.reward_model.adapters,
+    }
+
+
+def _is_read_for_recovery(recipe: Recipe) -> dict[str, object]:
+    """The same of the keys of `checkpoint`, and of what a run does after failures."""
+    has_checkpoints = _is_wanted(recipe.checkpoint, "every")
+    return {
+        "run.restart_window_s": recipe.run.restarts,
+        "run.on_silent_fault": recipe.run.restarts or recipe.run.on_silent_fault == "stop",
+        "checkpoint.keep": has_checkpoints,
+        "checkpoint.asynchronous": has_checkpoints,
+        "checkpoint.may_fail": has_checkpoints,
+        "checkpoint.memory_copies": recipe.run.restarts,
     }
 
 
@@ -113,11 +89,6 @@ def _has_replicas(recipe: Recipe) -> bool:
     """Whether several ranks may hold the same weights: the policy's, or a critic's in a layout of its own."""
     layout = train_layout(recipe)
     return layout.tp * layout.cp * layout.dp > 1 or has_critic(recipe.algorithm.name)
-
-
-def _unless(is_read: object, reason: str) -> str:
-    """Empty for what is read, else the reason why it is not."""
-    return "" if is_read else reason
 
 
 def _is_wanted(branch: Branch, switch: str) -> bool:

@@ -199,59 +199,103 @@ def bounded(default: Any, **bounds: float) -> Any:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The numbers and choices of an algorithm; a recipe's key `algorithm.<name>` overrides the row's."""
+    """The numbers and choices of an algorithm; a recipe's key `algorithm.<name>` overrides the row's.
 
-    # Objective: the ratio is clipped to [1 - clip_low, 1 + clip_high]; clip_low 1 means no lower bound.
+    The string below a field is what `megarl explain` says of the key.
+    """
+
     clip_low: float = bounded(0.2, ge=1e-9, le=1)
+    """The ratio is clipped to at least 1 - clip_low; 1: no lower bound."""
     clip_high: float = bounded(0.2, ge=1e-9, le=1e9)
-    # where the advantage is negative, the objective is at least dual_clip times it
+    """The ratio is clipped to at most 1 + clip_high."""
     dual_clip: float | None = bounded(None, gt=1, le=1e9)
+    """Where the advantage is negative, the objective is at least this many times the advantage (arXiv 1912.09729)."""
     aggregation: Aggregation = "token_mean"
-    entropy_coefficient: float = bounded(0.0, ge=0, le=1e6)  # weight of the entropy bonus
-    # weight of -log p of correct samples, a mean over their tokens
+    """What the loss is the mean of.
+
+    token_mean: all tokens of the update; sequence_mean: the sequences' token means; sequence_sum: their token sums;
+    constant: their token sums divided by the longest possible response (arXiv 2503.20783).
+    """
+    entropy_coefficient: float = bounded(0.0, ge=0, le=1e6)
+    """Weight of the entropy, which is subtracted from the loss."""
     positive_nll: float = bounded(0.0, ge=0, le=1e6)
+    """Weight of -log p of correct samples, a mean over their tokens."""
 
-    # KL to the reference: in the loss, or subtracted from each token's reward for the policy before the step.
     kl_coefficient: float = bounded(0.0, ge=0, le=1e6)
+    """Weight of the KL to the reference.
+
+    Above 0 there is a reference without `reference.use`; with a warm start it must be another model than `model.path`.
+    """
     kl_estimator: Estimator = "k3"
+    """Estimator of the KL from one sampled token."""
     kl_place: KlPlace = "loss"
+    """Where the KL to the reference is paid.
 
-    # Advantages.
-    whiten: bool = False  # over the tokens of the whole batch
-    gamma: float = bounded(1.0, ge=0, le=1)  # discount of tokens' rewards
-    gae_lambda: float = bounded(0.95, ge=0, le=1)  # of the policy's advantages, with a critic
-    # above 0, the policy's lambda is 1 - 1 / (lambda_alpha x length of the response)
+    loss: it is added to the loss (the gradient of k1 is 0 in the mean there); reward: each token's reward is lowered by
+    its KL under the policy before the step, and the response's reward is added at its last token.
+    """
+
+    whiten: bool = False
+    """Advantages are shifted and scaled to mean 0 and standard deviation 1 over all tokens of the step."""
+    gamma: float = bounded(1.0, ge=0, le=1)
+    """Discount of generalised advantage estimation, and without a critic of the tokens' rewards."""
+    gae_lambda: float = bounded(0.95, ge=0, le=1)
+    """Lambda of generalised advantage estimation for the policy, with a critic."""
     lambda_alpha: float = bounded(0.0, ge=0, le=1e6)
-    # a token's process reward is prime_beta x its log-ratio (PRIME's beta, arXiv 2502.01456)
+    """Above 0, the policy's lambda is 1 - 1 / (lambda_alpha x length of the response)."""
     prime_beta: float = bounded(0.05, ge=1e-9, le=1e9)
+    """PRIME's beta: a token's process reward is this many times its log-ratio (arXiv 2502.01456)."""
 
-    # Critic.
-    # lambda of the critic's returns; None: gae_lambda
     critic_lambda: float | None = bounded(None, ge=0, le=1)
-    # a value is trained only this far from the value before the step
+    """Lambda of the critic's returns; null: `algorithm.gae_lambda`."""
     value_clip: float | None = bounded(None, ge=1e-9, le=1e9)
-    # first steps, in which the critic alone learns
+    """A value is trained only this far from the value before the step; null: without a limit."""
     critic_warmup_steps: int = bounded(0, ge=0, le=2**31 - 1)
+    """First steps, in which the critic alone learns; the policy's learning-rate warm-up starts after them."""
 
-    # Log-probabilities of the policy before the step, to which the ratio is: the trainer's, or those that the engine
-    # reported with the samples.
     old_logprobs: OldLogprobs = "train"
-    # Correction where the engine's and the trainer's probabilities differ; a bound of None: ROLLOUT_CORRECTION_BOUNDS.
+    """Log-probabilities of the policy before the step, to which the ratio is: the trainer's, or those that the engine
+    reported with the samples."""
     rollout_correction: RolloutCorrection = "off"
+    """Correction where the engine's probability mu and the trainer's p_old, of the policy before the step, differ.
+
+    By w = p_old / mu: tis truncates w at the upper bound; mis_token, mis_sequence and mis_geometric weight by w and
+    drop what is out of bounds (a token; a sequence by its product; a sequence by its geometric mean); icepop also has a
+    lower bound.
+    """
     rollout_correction_low: float | None = bounded(None, ge=0, le=1e6)
+    """Lower bound of the correction; null: the usual one of `algorithm.rollout_correction`."""
     rollout_correction_high: float | None = bounded(None, ge=1e-9, le=1e9)
+    """Upper bound of the correction; null: the usual one of `algorithm.rollout_correction`."""
 
-    # Dynamic sampling: a step has only groups with both right and wrong answers.
     dynamic_sampling: bool = False
-    # each round draws oversample times as many prompts as groups are missing
-    oversample: float = bounded(1.5, ge=1, le=100)
-    max_rounds: int = bounded(10, ge=1, le=2**31 - 1)
-    when_short: WhenShort = "train"  # what a step does if groups are missing after max_rounds
+    """A step has only groups with both right and wrong answers.
 
-    # Long responses.
-    # over this last part of the longest response a penalty grows to -1
+    `algorithm.oversample` times as many prompts are sampled as groups are missing, in at most `algorithm.max_rounds`
+    rounds (with `rollout.phase_tokens`, where rounds are small, as many prompts as so many whole rounds have).
+    """
+    oversample: float = bounded(1.5, ge=1, le=100)
+    """Each round of dynamic sampling draws this many times as many prompts as groups are missing."""
+    max_rounds: int = bounded(10, ge=1, le=2**31 - 1)
+    """The most rounds of dynamic sampling in a step."""
+    when_short: WhenShort = "train"
+    """What a step does if groups are missing after all rounds: train on what there is, or stop the run with the counts.
+
+    The run also ends where there is no group at all.
+    """
+
     overlong_share: float = bounded(0.0, ge=0, le=1)
-    overlong_filter: bool = False  # truncated responses are not trained on
+    """Over this last part of the longest response a penalty grows to -1.
+
+    The longest response has `rollout.max_response_tokens`, or `episode.max_tokens`, observations among them; an episode
+    that ends for want of room has all of the penalty. DAPO's 4096 of 20480 tokens are 0.2, with rewards of +1 and -1:
+    use such rewards.
+    """
+    overlong_filter: bool = False
+    """Truncated samples count in their group's mean and deviation, but not in the loss.
+
+    Of episodes these are the ends max_tokens and cut; the others (bad_calls, max_turns, timeout) are learnt from.
+    """
 
     def num_drawn(self, missing: int) -> int:
         """How many prompts a round draws when this many groups are missing."""

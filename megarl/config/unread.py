@@ -1,0 +1,53 @@
+"""When nothing reads a key: `megarl explain` says it of the key, `megarl.preflight.notes` of a recipe that sets it."""
+
+from __future__ import annotations
+
+_FROM_ANSWERS = "{algorithm} learns from the data's answers"
+_AGENT = "an agent makes its own calls"
+_NO_CHECKPOINTS = (
+    "checkpoint.every is not set: a checkpoint is written on SIGUSR1 and for megarl drain alone"
+)
+# key or section -> why a run does not read it, or its keys; {algorithm} stands for the name of the run's algorithm
+UNREAD_WHERE = {
+    "data.messages": "episode is not set",
+    "episode.phase_tool_s": "rollout.phase_tokens is not set",
+    "episode.max_observation_tokens": _AGENT,
+    "episode.call_timeout_s": _AGENT,
+    "run.project": "run.trackers names neither wandb nor mlflow",
+    "run.compare_replicas_every": "no rank has a replica",
+    "run.restart_window_s": "run.restarts is 0",
+    "run.on_silent_fault": "run.restarts is 0: no step is repeated",
+    "warm_start": "warm_start.steps is not set",
+    "reward.source": "reward.by_source names no source",
+    "rollout.temperature": _FROM_ANSWERS,
+    "rollout.top_p": _FROM_ANSWERS,
+    "rollout.phase_tokens": _FROM_ANSWERS,
+    "rollout.prompts_in_flight": _FROM_ANSWERS,
+    "rollout.ahead": _FROM_ANSWERS,
+    "evaluation": "data.eval names no set",
+    "evaluation.top_p": "at temperature 0 the most probable token is taken",
+    "reshard.round_bytes": "external engines get weights as files",
+    "train.lr_end": "train.lr_schedule is constant",
+    "reference.path": "reference.use is false and algorithm.kl_coefficient is 0",
+    "critic": "{algorithm} has no critic",
+    "critic.lr_end": "the critic's lr_schedule is constant",
+    "reward_model": "reward_model.path is not set",
+    "checkpoint.keep": _NO_CHECKPOINTS,
+    "checkpoint.asynchronous": _NO_CHECKPOINTS,
+    "checkpoint.may_fail": _NO_CHECKPOINTS,
+    "checkpoint.memory_copies": "run.restarts is 0: a rank that fails ends the run",
+}
+
+
+def why_unread(path: str) -> list[str]:
+    """When nothing reads a key, by itself or with a section around it; empty where every run reads it.
+
+    The switch of a section (warm_start.steps) is no reason for itself.
+    """
+    sections = path.split(".")
+    names = (".".join(sections[:depth]) for depth in range(1, len(sections) + 1))
+    return [
+        UNREAD_WHERE[name].format(algorithm="the algorithm")
+        for name in names
+        if name in UNREAD_WHERE and not UNREAD_WHERE[name].startswith(f"{path} ")
+    ]
