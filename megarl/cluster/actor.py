@@ -40,7 +40,7 @@ _ERROR_LETTERS = 20_000
 # RAY_max_direct_call_object_size: a smaller result comes with the answer to its call
 _DIRECT_BYTES = 100 * 1024
 _NO_THREAD = "can't start new thread"  # CPython's words
-_FETCH_S = 10.0  # for an error of another node
+_FETCH_S = 3.0  # for an error of another node, which may be cut off: nobody looks at the workers meanwhile
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 _CALLS = 2**20
 # between two heartbeats of all workers there is so much for each: asking takes this process a fiftieth of it
