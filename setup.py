@@ -16,12 +16,14 @@ CORE = [
     "tenacity>=9",  # repeats calls of judges and sandboxes, after random times that double
     "math-verify>=0.9",  # mathematical answers that are written differently and mean the same
     "matplotlib>=3.9",  # the learning curve
-    "plotly>=6",  # the charts of the run page, into which its plotly.min.js is copied
 ]
 
 EXTRAS = {
     # docs/install.md: which, and apex
     "gpu": ["sglang==0.5.21", "transformer-engine[core_cu13,pytorch]==2.14.1"],
+    "report": [
+        "plotly>=6"
+    ],  # its plotly.min.js draws the charts of a run's page, into which it is copied
     "search": ["bm25s>=0.3.16"],  # BM25 in megarl.environments.search; needs numpy alone
     "trackers": ["tensorboard>=2.18", "wandb>=0.28.2", "mlflow-skinny>=3.17"],
     "dev": [

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
 
 _PROGRAMS = ("elements.js", "charts.js", "panels.js", "tables.js", "samples.js", "main.js")
@@ -22,10 +23,11 @@ _ESCAPED = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2
 
 
 def page(runs: Sequence[JsonObject]) -> str:
-    """The HTML of runs, objects of `run_data`; several are laid over each other."""
-    from plotly.offline import get_plotlyjs
+    """The HTML of runs, objects of `run_data`; several are laid over each other.
 
-    plotly = get_plotlyjs()
+    Raises UserError where Plotly is not installed.
+    """
+    plotly = _plotly_program()
     program = "\n".join(_part(name) for name in _PROGRAMS)
     parts = {
         "policy": content_security_policy([plotly, program]),
@@ -73,6 +75,15 @@ def content_security_policy(programs: Sequence[str]) -> str:
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
+
+
+def _plotly_program() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        problem = f"the page's charts need Plotly, which cannot be imported ({error})"
+        raise UserError("plotly", problem, "pip install 'megarl[report]'") from None
+    return get_plotlyjs()
 
 
 def _part(name: str) -> str:

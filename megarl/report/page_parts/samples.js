@@ -34,7 +34,7 @@ function versionColour(version) {
 class SampleBrowser {
   constructor(parent, samples) {
     this.samples = samples;
-    this.texts = null; // made at the first search
+    this.texts = []; // in lower case, for searches; made while the browser is idle, or by a search
     this.kept = samples;
     this.largest = samples.reduce((most, sample) => Math.max(most, Math.abs(sample.advantage ?? 0)), 0);
     this.chosen = null;
@@ -48,6 +48,18 @@ class SampleBrowser {
       make("div", { class: "browser" }, this.list, this.detail));
     this.filter();
     if (this.kept.length) this.choose(this.kept[0]);
+    this.prepareTexts();
+  }
+
+  prepareTexts() {
+    requestIdleCallback((idle) => {
+      while (idle.timeRemaining() > 1 && this.texts.length < this.samples.length) this.prepareText();
+      if (this.texts.length < this.samples.length) this.prepareTexts();
+    });
+  }
+
+  prepareText() {
+    this.texts.push(searchText(this.samples[this.texts.length]));
   }
 
   makeControls() {
@@ -76,7 +88,7 @@ class SampleBrowser {
     const value = (name) => this.controls[name]?.value ?? "";
     const limit = (name, otherwise) => (value(name) === "" ? otherwise : Number(value(name)));
     const words = value("search").toLowerCase();
-    if (words) this.texts ??= this.samples.map(searchText);
+    while (words && this.texts.length < this.samples.length) this.prepareText();
     const [firstStep, lastStep] = [limit("firstStep", -Infinity), limit("lastStep", Infinity)];
     const [least, most] = [limit("least", -Infinity), limit("most", Infinity)];
     const [end, correct, source] = [value("end"), value("correct"), value("source")];
