@@ -9,8 +9,8 @@ from megarl.disk import output_error, writing
 from megarl.printable import Say
 from megarl.report.page import page
 from megarl.report.run_data import run_data
-from megarl.report.run_files import read_run
-from megarl.types import UserError
+from megarl.report.run_files import FolderContents, read_run
+from megarl.types import UserError, UserErrors
 
 _PAGE = "report.html"
 _COMPARISON = "comparison.html"
@@ -21,22 +21,24 @@ def write_reports(
 ) -> None:
     """Write a page of each run, or one of all. out: None: into the run's folder. plans: as of `run_data`.
 
-    Raises UserError where a folder is no run's, or the disk refuses a page.
+    Raises UserError where a folder is no run's, and UserErrors where a page cannot be written, before any is.
     """
-    if compares:
-        _write_report(folders, out or folders[0] / _COMPARISON, say, plans=plans)
-        return
-    if out and len(folders) > 1:
-        problem = f"{out} is one page, and these are {len(folders)} runs"
-        raise UserError("--out", problem, "add --compare to lay them over each other")
-    for folder in folders:
-        _write_report([folder], out or folder / _PAGE, say, plans=plans)
-
-
-def _write_report(folders: Sequence[Path], target: Path, say: Say, *, plans: bool) -> None:
     runs = [read_run(folder) for folder in folders]
-    if error := output_error(target, "--out", replaces=True):
-        raise error
+    if out and len(runs) > 1 and not compares:
+        problem = f"{out} is one page, and these are {len(runs)} runs"
+        raise UserError("--out", problem, "add --compare to lay them over each other")
+    if compares:
+        pages = {out or folders[0] / _COMPARISON: runs}
+    else:
+        pages = {out or run.folder / _PAGE: [run] for run in runs}
+    errors = [output_error(target, "--out", replaces=True) for target in pages]
+    if any(errors):
+        raise UserErrors([error for error in errors if error])
+    for target, on_page in pages.items():
+        _write_page(on_page, target, say, plans=plans)
+
+
+def _write_page(runs: Sequence[FolderContents], target: Path, say: Say, *, plans: bool) -> None:
     html = page([run_data(run, plans=plans) for run in runs])
     with writing(target.absolute().parent, target.name, "--out"):
         partial = target.with_name(f".{target.name}.partial")

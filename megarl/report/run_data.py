@@ -9,13 +9,13 @@ from typing import Any
 from megarl.algos import ALGORITHMS
 from megarl.report.planned import Planned, planned
 from megarl.report.recipe_keys import recipe_keys
-from megarl.report.run_files import RunFiles, columns
+from megarl.report.run_files import FolderContents, columns
 from megarl.tracking.health import Health
 from megarl.tracking.secrets import redacted, without_secrets
 from megarl.types.json_objects import JsonObject
 
 
-def run_data(run: RunFiles, *, plans: bool = True) -> JsonObject:
+def run_data(run: FolderContents, *, plans: bool = True) -> JsonObject:
     """One run for the page. plans: also what follows from the recipe alone, for which the model's folder is read.
 
     metrics: by name, a number or null for each record. samples: lines of samples.jsonl, whose episodes are flat. slots,
@@ -42,7 +42,7 @@ def run_data(run: RunFiles, *, plans: bool = True) -> JsonObject:
     }
 
 
-def _signs(run: RunFiles) -> list[str]:
+def _signs(run: FolderContents) -> list[str]:
     """What the terminal said while the run went on."""
     if run.recipe is None or run.recipe.algorithm.name not in ALGORITHMS:
         return []

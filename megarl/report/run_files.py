@@ -24,7 +24,7 @@ _DEEPEST = 100  # of a sample's JSON
 
 
 @dataclass
-class RunFiles:
+class FolderContents:
     """A run's folder, read.
 
     records: of metrics.jsonl, whose numbers that are not finite are None. samples: lines of samples.jsonl. recipe: None
@@ -44,7 +44,7 @@ class RunFiles:
         return self.folder.absolute().name
 
 
-def read_run(folder: Path) -> RunFiles:
+def read_run(folder: Path) -> FolderContents:
     """Read a run's folder. Raises UserError where there is no run."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
@@ -62,7 +62,7 @@ def read_run(folder: Path) -> RunFiles:
         problem = f"cannot be read ({error.strerror})"
         raise UserError(str(folder), problem, "see the permissions of its files") from None
     losses = read_losses(folder / "losses.jsonl")
-    return RunFiles(folder, records, samples, losses, recipe, text, notes)
+    return FolderContents(folder, records, samples, losses, recipe, text, notes)
 
 
 def columns(records: Sequence[JsonObject]) -> JsonObject:

@@ -16,7 +16,7 @@ function colourOf(name) {
 }
 
 function mergedLayout(layout) {
-  const axis = { gridcolor: colourOf("--line"), linecolor: colourOf("--line"), zerolinecolor: colourOf("--line"), automargin: true };
+  const axis = { gridcolor: colourOf("--line"), linecolor: colourOf("--line"), zerolinecolor: colourOf("--line"), automargin: true, exponentformat: "power" };
   return {
     ...layout,
     font: { color: colourOf("--text"), size: 12 },
@@ -25,6 +25,7 @@ function mergedLayout(layout) {
     margin: { l: 50, r: 12, t: 8, b: 34 },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
     hovermode: layout.hovermode ?? "x unified",
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
     hoverlabel: { bgcolor: colourOf("--panel"), bordercolor: colourOf("--line"), font: { color: colourOf("--text") } },
     xaxis: { ...axis, title: { text: "step", standoff: 4 }, ...layout.xaxis },
     yaxis: { ...axis, ...layout.yaxis },

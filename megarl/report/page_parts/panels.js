@@ -96,7 +96,7 @@ function describeLines(runs, names, scale) {
     const shown = isOne ? name : `${run.name}: ${name}`;
     traces.push(isOne ? lineTrace(xs, ys, shown, index) : lineTrace(xs, ys, shown, runIndex, index));
   }));
-  return [traces, { showlegend: true, yaxis: scale === "log" && smallest > 0 ? { type: "log", exponentformat: "power" } : {} }];
+  return [traces, { showlegend: true, yaxis: scale === "log" && smallest > 0 ? { type: "log" } : {} }];
 }
 
 function addWarmStart(parent, runs) {
@@ -115,7 +115,9 @@ function addWarmStart(parent, runs) {
 
 // Seconds of the phases of each step, one on the other.
 function describePhases(run) {
-  const names = namesLike([run], /^time\/.+_s$/).filter((name) => name !== "time/step_s");
+  const isOfSteps = (name) => pointsOf(run, name)[0].some((step) => step > 0);
+  // in the order in which the phases were timed
+  const names = Object.keys(run.metrics).filter((name) => /^time\/.+_s$/.test(name) && name !== "time/step_s" && isOfSteps(name));
   const steps = pointsOf(run, "time/step_s")[0].filter((step) => step > 0);
   const place = new Map(steps.map((step, index) => [step, index]));
   const isLong = steps.length > 150;
