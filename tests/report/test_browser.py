@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from megarl.types.losses import Loss
 from tests.report.browser import PHONE, WIDE, needs_chromium, opened
-from tests.report.runs import a_run, add_record, add_samples, page_of
+from tests.report.runs import SAMPLE, a_run, add_record, add_samples, page_of
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -151,6 +152,17 @@ def test_the_recipe_shows_what_differs_and_then_all(tmp_path: Path) -> None:
         assert not any(row.startswith("checkpoint.keep") for row in differing)
         page.run("document.getElementById('only-differing').click()")
         assert any(row.startswith("checkpoint.keep") for row in page.run(rows))
+
+
+def test_samples_are_filtered_by_their_source(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(SAMPLE | {"source": "gsm8k"}) + "\n")
+    with opened(page_of(folder, out=tmp_path / "page.html"), tmp_path) as page:
+        kept = page.run(
+            "browsers[0].controls.source.value = 'gsm8k'; browsers[0].filter(); return browsers[0].kept"
+        )
+        assert [sample["source"] for sample in kept] == ["gsm8k"]
 
 
 def test_runs_are_laid_over_each_other(tmp_path: Path) -> None:
