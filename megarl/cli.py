@@ -250,12 +250,19 @@ def report(
     plans: Annotated[
         bool, Option("--plan/--no-plan", help="With what the recipe alone tells: ranks, bytes.")
     ] = True,
+    watch: Annotated[
+        bool, Option("--watch", help="Serve a page on 127.0.0.1 that follows the runs.")
+    ] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="Of --watch; 0: a free one.")] = 0,
 ) -> None:
     """Write a run as one page for a browser: curves, phases, placement, recipe, samples."""
 
     def write() -> None:
-        from megarl.commands.report import write_reports
+        from megarl.commands.report import watch_runs, write_reports
 
+        if watch:
+            watch_runs(runs, port, show, plans=plans)
+            return
         write_reports(runs, out, show, compares=compare, plans=plans)
 
     sys.exit(ended(write))

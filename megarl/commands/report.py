@@ -8,8 +8,10 @@ from pathlib import Path
 from megarl.disk import output_error, writing
 from megarl.printable import Say
 from megarl.report.page import page
+from megarl.report.planned import Planned, planned
 from megarl.report.run_data import run_data
 from megarl.report.run_files import FolderContents, read_run
+from megarl.report.watch import FollowedRun, PageServer
 from megarl.types import UserError, UserErrors
 
 _PAGE = "report.html"
@@ -19,7 +21,9 @@ _COMPARISON = "comparison.html"
 def write_reports(
     folders: Sequence[Path], out: Path | None, say: Say, *, compares: bool, plans: bool
 ) -> None:
-    """Write a page of each run, or one of all. out: None: into the run's folder. plans: as of `run_data`.
+    """Write a page of each run, or one of all. out: None: into the run's folder.
+
+    plans: with what follows from the recipe alone, for which the model's folder is read.
 
     Raises UserError where a folder is no run's, and UserErrors where a page cannot be written, before any is.
     """
@@ -38,8 +42,25 @@ def write_reports(
         _write_page(on_page, target, say, plans=plans)
 
 
+def watch_runs(folders: Sequence[Path], port: int, say: Say, *, plans: bool) -> None:
+    """Serve a page that follows runs, until Ctrl-C. port: 0: a free one. plans: as of `write_reports`.
+
+    Raises UserError where a folder is no run's, or the port is taken.
+    """
+    runs = [FollowedRun(folder, plans) for folder in folders]
+    for run in runs:
+        run.data()
+    with PageServer(runs, port) as server:
+        say(f"{server.address} follows the runs until Ctrl-C")
+        server.serve_forever()
+
+
+def _planned(run: FolderContents, plans: bool) -> Planned | None:
+    return planned(run.recipe) if run.recipe and plans else None
+
+
 def _write_page(runs: Sequence[FolderContents], target: Path, say: Say, *, plans: bool) -> None:
-    html = page([run_data(run, plans=plans) for run in runs])
+    html = page([run_data(run, _planned(run, plans)) for run in runs])
     with writing(target.absolute().parent, target.name, "--out"):
         partial = target.with_name(f".{target.name}.partial")
         partial.write_text(html, encoding="utf-8")

@@ -18,22 +18,30 @@ from typing import Any
 from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
 
-_PROGRAMS = ("elements.js", "charts.js", "panels.js", "tables.js", "samples.js", "main.js")
+_PROGRAMS = (
+    "elements.js",
+    "charts.js",
+    "panels.js",
+    "tables.js",
+    "samples.js",
+    "follow.js",
+    "main.js",
+)
 _ESCAPED = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def page(runs: Sequence[JsonObject]) -> str:
+def page(runs: Sequence[JsonObject], *, is_followed: bool = False) -> str:
     """The HTML of runs, objects of `run_data`; several are laid over each other.
 
-    Raises UserError where Plotly is not installed.
+    is_followed: the page asks its server for newer data. Raises UserError where Plotly is not installed.
     """
     plotly = _plotly_program()
     program = "\n".join(_part(name) for name in _PROGRAMS)
     parts = {
-        "policy": content_security_policy([plotly, program]),
+        "policy": content_security_policy([plotly, program], is_followed=is_followed),
         "style": _part("page.css"),
         "plotly": plotly,
-        "data": embedded_json({"runs": list(runs)}),
+        "data": embedded_json({"runs": list(runs), "is_followed": is_followed}),
         "program": program,
     }
     # split once: the runs' own text may have the names of parts in it
@@ -64,16 +72,17 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def content_security_policy(programs: Sequence[str]) -> str:
-    """The policy under which these programs run, and nothing is loaded or sent.
+def content_security_policy(programs: Sequence[str], *, is_followed: bool = False) -> str:
+    """The policy under which these programs run, and nothing is loaded or sent; is_followed: but to the page's server.
 
     Styles may be inline: Plotly sets them. With all loading forbidden a style can show something and no more.
     """
     digests = [hashlib.sha256(program.encode()).digest() for program in programs]
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    connections = "connect-src 'self'; " if is_followed else ""
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
+        f"{connections}base-uri 'none'; form-action 'none'"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megarl.algos import ALGORITHMS
-from megarl.report.planned import Planned, planned
+from megarl.report.planned import Planned
 from megarl.report.recipe_keys import recipe_keys
 from megarl.report.run_files import FolderContents, columns
 from megarl.tracking.health import Health
@@ -15,14 +15,14 @@ from megarl.tracking.secrets import redacted, without_secrets
 from megarl.types.json_objects import JsonObject
 
 
-def run_data(run: FolderContents, *, plans: bool = True) -> JsonObject:
-    """One run for the page. plans: also what follows from the recipe alone, for which the model's folder is read.
+def run_data(run: FolderContents, of_plan: Planned | None = None) -> JsonObject:
+    """One run for the page. of_plan: what follows from its recipe alone; None: that is left out.
 
     metrics: by name, a number or null for each record. samples: lines of samples.jsonl, whose episodes are flat. slots,
     minimum_wire_bytes, planned_memory: as of `Planned`. signs: lines that say how the run looks sick.
     """
     recipe = run.recipe
-    of_plan = planned(recipe) if recipe and plans else Planned()
+    of_plan = of_plan or Planned()
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -62,4 +62,4 @@ def _sample(sample: JsonObject) -> JsonObject:
     if not isinstance(episode, dict):
         return sample
     flat = {name: value for name, value in sample.items() if name != "episode"}
-    return flat | episode
+    return episode | flat

@@ -40,6 +40,12 @@ class Page:
         sent = [event for event in events if event["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
 
+    def wait_for(self, program: str) -> None:
+        """Return when the program is true; fails after `_LOAD_S`."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.driver, _LOAD_S).until(lambda _: self.run(program))
+
     def draw_all(self) -> int:
         """Draw every chart, as scrolling through the page does; how many there are."""
         return self.run("for (const plot of charts.keys()) drawChart(plot); return charts.size")
@@ -50,9 +56,9 @@ class Page:
 
 @contextmanager
 def opened(
-    file: Path, folder: Path, *, size: tuple[int, int] = WIDE, is_dark: bool = False
+    page: Path | str, folder: Path, *, size: tuple[int, int] = WIDE, is_dark: bool = False
 ) -> Iterator[Page]:
-    """A page of a file. folder: for what the browser writes; size: width and height in pixels, a phone's if narrow."""
+    """A page by its file or address. folder: for what the browser writes; size: width and height in pixels."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -76,7 +82,7 @@ def opened(
             "mobile": size == PHONE,
         }
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        driver.get(file.absolute().as_uri())
+        driver.get(page.absolute().as_uri() if isinstance(page, Path) else page)
         yield Page(driver)
     finally:
         driver.quit()

@@ -75,8 +75,8 @@ def add_record(folder: Path, record: dict[str, float]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def page_of(*folders: Path, out: Path, plans: bool = False) -> Path:
+def page_of(*folders: Path, out: Path) -> Path:
     """The page of some runs, written to `out`."""
-    runs = [run_data(read_run(folder), plans=plans) for folder in folders]
+    runs = [run_data(read_run(folder)) for folder in folders]
     out.write_text(page(runs), encoding="utf-8")
     return out

@@ -20,7 +20,7 @@ def test_a_run_has_its_records_samples_and_recipe(tmp_path: Path) -> None:
     assert len(run.samples) == 8
     assert run.recipe and run.recipe.run.steps == 4
     assert run.notes == []
-    data = run_data(run, plans=False)
+    data = run_data(run)
     last = data["samples"][-1]
     assert last["end"] == "answered"
     assert [turn["role"] for turn in last["turns"]] == ["assistant", "user"]

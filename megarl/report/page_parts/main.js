@@ -5,7 +5,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 function buildPage(runs) {
   const names = runs.map((run) => run.name).join(", ");
   document.title = `${names} - megarl report`;
-  document.getElementById("header").replaceChildren(make("h1", { text: names }));
+  document.getElementById("header").replaceChildren(make("h1", { text: names }), ...(DATA.is_followed ? [followControl()] : []));
   forEachRun(section("Overview", "overview"), runs, (parent, run) => {
     parent.append(addOverview(run));
     addSigns(parent, run);
@@ -78,3 +78,4 @@ function addSamples(parent, run) {
 }
 
 buildPage(DATA.runs);
+if (DATA.is_followed) follow();

@@ -146,7 +146,7 @@ function describeAges(run) {
 
 // How often each value came in each range of steps, by samples.jsonl; lines of the means over all samples of a step.
 function describeDistribution(run, key, lines) {
-  const points = run.samples.filter((sample) => isPresent(sample[key]) && sample.step > 0);
+  const points = run.samples.filter((sample) => typeof sample[key] === "number" && sample.step > 0);
   const [numColumns, numRows] = [60, 24];
   let [low, high, lastStep] = [Infinity, -Infinity, 1];
   for (const sample of points) {

@@ -83,6 +83,21 @@ class SampleBrowser {
     return controls;
   }
 
+  // What the reader has set, for a page that is built anew.
+  state() {
+    const values = Object.entries(this.controls).map(([name, control]) => [name, control.value]);
+    return { values, top: this.list.scrollTop, chosen: this.chosen };
+  }
+
+  restore(state) {
+    for (const [name, value] of state.values) if (this.controls[name]) this.controls[name].value = value;
+    this.filter();
+    const chosen = state.chosen;
+    const same = chosen && this.samples.find((sample) => ["step", "group", "sample"].every((key) => sample[key] === chosen[key]));
+    if (same) this.choose(same);
+    this.list.scrollTop = state.top;
+  }
+
   filter() {
     const began = performance.now();
     const value = (name) => this.controls[name]?.value ?? "";
