@@ -260,6 +260,8 @@ def report(
     def write() -> None:
         from megarl.commands.report import watch_runs, write_reports
 
+        if watch and out:
+            raise UserError("--out", "--watch writes no file", "leave one of them out")
         if watch:
             watch_runs(runs, port, show, plans=plans)
             return
