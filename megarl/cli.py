@@ -247,6 +247,10 @@ def report(
     compare: Annotated[
         bool, Option("--compare", help="One page of several runs, laid over each other.")
     ] = False,
+    samples: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="A file of `megarl rollout`, in place of samples.jsonl."),
+    ] = None,
     plans: Annotated[
         bool, Option("--plan/--no-plan", help="With what the recipe alone tells: ranks, bytes.")
     ] = True,
@@ -260,12 +264,13 @@ def report(
     def write() -> None:
         from megarl.commands.report import watch_runs, write_reports
 
-        if watch and out:
-            raise UserError("--out", "--watch writes no file", "leave one of them out")
+        if watch and (out or samples):
+            option = "--out" if out else "--samples"
+            raise UserError(option, "--watch reads and writes no file", "leave one of them out")
         if watch:
             watch_runs(runs, port, show, plans=plans)
             return
-        write_reports(runs, out, show, compares=compare, plans=plans)
+        write_reports(runs, out, show, compares=compare, plans=plans, samples=samples)
 
     sys.exit(ended(write))
 

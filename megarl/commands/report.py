@@ -11,6 +11,7 @@ from megarl.report.page import page
 from megarl.report.planned import Planned, planned
 from megarl.report.run_data import run_data
 from megarl.report.run_files import FolderContents, read_run
+from megarl.report.sample_file import FileSamples, file_samples
 from megarl.report.watch import FollowedRun, PageServer
 from megarl.types import UserError, UserErrors
 
@@ -19,11 +20,18 @@ _COMPARISON = "comparison.html"
 
 
 def write_reports(
-    folders: Sequence[Path], out: Path | None, say: Say, *, compares: bool, plans: bool
+    folders: Sequence[Path],
+    out: Path | None,
+    say: Say,
+    *,
+    compares: bool,
+    plans: bool,
+    samples: Path | None = None,
 ) -> None:
     """Write a page of each run, or one of all. out: None: into the run's folder.
 
-    plans: with what follows from the recipe alone, for which the model's folder is read.
+    plans: with what follows from the recipe alone, for which the model's folder is read. samples: a file of samples of
+    the only run, in place of samples.jsonl.
 
     Raises UserError where a folder is no run's, and UserErrors where a page cannot be written, before any is.
     """
@@ -31,6 +39,7 @@ def write_reports(
     if out and len(runs) > 1 and not compares:
         problem = f"{out} is one page, and these are {len(runs)} runs"
         raise UserError("--out", problem, "add --compare to lay them over each other")
+    of_file = _of_file(runs, samples)
     if compares:
         pages = {out or folders[0] / _COMPARISON: runs}
     else:
@@ -39,7 +48,8 @@ def write_reports(
     if any(errors):
         raise UserErrors([error for error in errors if error])
     for target, on_page in pages.items():
-        _write_page(on_page, target, say, plans=plans)
+        html = page([run_data(run, _planned(run, plans), of_file) for run in on_page])
+        _write_page(html, target, say)
 
 
 def watch_runs(folders: Sequence[Path], port: int, say: Say, *, plans: bool) -> None:
@@ -59,8 +69,18 @@ def _planned(run: FolderContents, plans: bool) -> Planned | None:
     return planned(run.recipe) if run.recipe and plans else None
 
 
-def _write_page(runs: Sequence[FolderContents], target: Path, say: Say, *, plans: bool) -> None:
-    html = page([run_data(run, _planned(run, plans)) for run in runs])
+def _of_file(runs: Sequence[FolderContents], path: Path | None) -> FileSamples | None:
+    """What a file of samples has; None without one. Raises UserError."""
+    if path is None:
+        return None
+    recipe = runs[0].recipe
+    if len(runs) > 1 or recipe is None:
+        problem = f"{path} is of one run, whose recipe.yaml this version can read"
+        raise UserError("--samples", problem, "name that run's folder alone")
+    return file_samples(path, recipe)
+
+
+def _write_page(html: str, target: Path, say: Say) -> None:
     with writing(target.absolute().parent, target.name, "--out"):
         partial = target.with_name(f".{target.name}.partial")
         partial.write_text(html, encoding="utf-8")

@@ -65,7 +65,7 @@ function addDistributions(parent, runs) {
 function addExperts(parent, runs) {
   const has = runs.filter((run) => run.expert_load);
   if (!has.length) {
-    parent.append(soft("Not recorded by this run: neither metrics.jsonl nor samples.jsonl has the choices of the routers."));
+    parent.append(soft("Not recorded by this run: only a file of samples (--samples) with train.replay r3 has the routers' choices."));
     return;
   }
   addEach(parent, has, "Tokens of each expert, relative to its layer's mean", (run) => describeExperts(run.expert_load), () => true);

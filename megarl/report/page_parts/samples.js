@@ -169,6 +169,27 @@ function sampleInFull(sample) {
   return parts;
 }
 
+// The tokens of each row, coloured by what the reader chooses.
+function tokensInFull(rows) {
+  const choice = make("select", {}, ...["engine's log-probability", "version of the weights"].map((text) => make("option", { value: text, text })));
+  const holders = rows.map(() => make("pre", { class: "tokens" }));
+  const show = () => rows.forEach((row, index) => holders[index].replaceChildren(...tokenSpans(row, choice.value.startsWith("engine"))));
+  choice.addEventListener("change", show);
+  show();
+  return [make("h3", { text: "tokens" }), make("div", { class: "filters" }, make("label", {}, "colour", choice)), ...holders];
+}
+
+function tokenSpans(row, isByLogp) {
+  const versions = row.parts.flatMap(([version, count]) => new Array(count).fill(version));
+  return row.tokens.map((text, index) => {
+    const isSampled = row.trained[index];
+    const said = isSampled ? `logprob ${row.logp[index]}, version ${versions[index]}` : "not sampled by the model";
+    const span = make("span", { class: isSampled ? "" : "other", text, title: said });
+    if (isSampled) span.style.background = isByLogp ? `rgba(217, 102, 59, ${Math.min(0.75, -row.logp[index] / 8)})` : versionColour(versions[index]);
+    return span;
+  });
+}
+
 function turnInFull(turn) {
   const reward = turn.reward ? `, reward ${shortNumber(turn.reward)}` : "";
   const whole = make("div", { class: turn.role === "assistant" ? "turn assistant" : "turn" },
