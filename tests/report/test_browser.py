@@ -52,7 +52,7 @@ def test_a_change_of_the_scheme_redraws_the_charts(tmp_path: Path) -> None:
         before = page.run(read)
         scheme = {"name": "prefers-color-scheme", "value": "dark"}
         page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        assert page.run(read) != before
+        page.wait_for(f"return (() => {{ {read} }})() !== '{before}'")
 
 
 def test_hostile_text_is_shown_and_runs_nothing(tmp_path: Path) -> None:

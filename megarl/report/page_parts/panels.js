@@ -55,8 +55,10 @@ const LEARNING = [
 const ENGINE_AND_TRAINER = [
   ["Difference of log-probabilities, nats a token", ["rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/logprob_diff_engine_max"], "log"],
   ["By turn of the episode", [/^rollout\/logprob_diff_turn_/], "log"],
-  ["By cause, where routing is replayed", ["replay/logprob_diff", "replay/logprob_diff_without", "replay/differing_share"], "log"],
-  ["Rollout correction", [/^train\/rollout_correction/]],
+  ["By cause, where routing is replayed", ["replay/logprob_diff", "replay/logprob_diff_without"], "log"],
+  ["Share of differing experts", ["replay/differing_share"]],
+  ["Rollout correction", [/^train\/rollout_correction_[a-z]+$/]],
+  ["Rollout correction, by the tokens' age", [/^train\/rollout_correction_.+_(fresh|stale)$/]],
 ];
 const STALENESS = [
   ["Versions between sampling and training", ["stale/token_mean", "stale/token_max", "stale/parts_mean"]],
@@ -139,7 +141,7 @@ function describeAges(run) {
   const traces = names.map((name, index) => {
     const [x, y] = pointsOf(run, name);
     const colour = COLOURS[index % COLOURS.length];
-    return { type: "bar", x, y, name: `${label(name.slice(12))} versions old`, marker: { color: colour } };
+    return { type: "bar", x, y, name: `age ${label(name.slice(12))}`, marker: { color: colour } };
   });
   return [traces, { barmode: "stack", bargap: 0.1, yaxis: { title: { text: "share of tokens" } } }];
 }

@@ -159,9 +159,9 @@ class SampleBrowser {
 function sampleInFull(sample) {
   const shown = new Set(["prompt", "response", "answer", "turns", "rows", "row"]);
   const facts = Object.entries(sample).filter(([name, value]) => !shown.has(name) && isPresent(value));
-  const cards = facts.map(([name, value]) =>
-    make("div", { class: "card" }, make("b", { text: typeof value === "object" ? JSON.stringify(value) : shortNumber(value) }), make("span", { class: "soft", text: name })));
-  const parts = [make("div", { class: "cards" }, ...cards), make("h3", { text: "prompt" }), make("pre", { text: sample.prompt })];
+  const chips = facts.map(([name, value]) => make("span", { class: "chip" }, make("span", { class: "soft", text: `${name} ` }),
+    make("b", { text: typeof value === "object" ? JSON.stringify(value) : shortNumber(value) })));
+  const parts = [make("div", { class: "chips" }, ...chips), make("h3", { text: "prompt" }), make("pre", { text: sample.prompt })];
   if (sample.answer) parts.push(make("h3", { text: "right answer, as the reward function gets it" }), make("pre", { text: sample.answer }));
   if (Array.isArray(sample.turns)) parts.push(make("h3", { text: "turns" }), ...sample.turns.map(turnInFull));
   else parts.push(make("h3", { text: "response" }), make("pre", { text: sample.response }));
