@@ -56,7 +56,7 @@ function addEach(parent, runs, title, describe, has) {
 
 function addDistributions(parent, runs) {
   const has = (key) => (run) => run.samples.some((sample) => isPresent(sample[key]));
-  parent.append(soft("Shares of the samples in samples.jsonl, of which a run writes run.sample_log_count a step; the lines are of all samples of a step."));
+  parent.append(soft("Shares of the samples that this page has, of which a run writes run.sample_log_count a step; the lines are of all samples of a step."));
   addEach(parent, runs, "Reward", (run) => describeDistribution(run, "reward", [["reward/mean", "mean of all"], ["reward/std", "standard deviation"]]), has("reward"));
   addEach(parent, runs, "Response length, tokens", (run) =>
     describeDistribution(run, "length", [["rollout/response_length_mean", "mean of all"], ["rollout/response_length_max", "longest of all"]]), has("length"));
