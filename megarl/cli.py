@@ -1,5 +1,5 @@
 """The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `doctor`, `rollout` for samples alone, `convert`,
-`drain`, `engines`, `reward-check`, `episode-check`; `explain` and `schema` for the keys of recipes.
+`drain`, `engines`, `report`, `reward-check`, `episode-check`; `explain` and `schema` for the keys of recipes.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to correct in the recipe or its files, a
 line each; 75 ended early by SIGUSR1, to be started again with --resume; 79 ended by `megarl drain`; 130 Ctrl-C; 143
@@ -23,7 +23,7 @@ from megarl.cluster.processes import note_sigusr1, raise_on_sigterm
 from megarl.cluster.supervisor import in_child, let_be_supervised
 from megarl.collector import collector_paused
 from megarl.commands.completion import complete_key, complete_override
-from megarl.commands.ending import ended as _ended
+from megarl.commands.outcome import ended, run_recipe, run_recipe_with_ray
 from megarl.commands.output import check_picture, last_word, leave_at_once, say_all
 from megarl.commands.version import version_lines
 from megarl.config import Recipe
@@ -56,7 +56,7 @@ app = Typer(pretty_exceptions_enable=False)
 
 def _show_versions(is_wanted: bool) -> None:
     if is_wanted:
-        sys.exit(_ended(lambda: say_all("\n".join(version_lines()))))
+        sys.exit(ended(lambda: say_all("\n".join(version_lines()))))
 
 
 @app.callback()
@@ -92,13 +92,13 @@ def train(
     run: Callable[[Recipe], None]
     if dry_run:
         other = "--resume" if resume else from_samples
-        sys.exit(_outcome(recipe, overrides, partial(_dry_run, other=other)))
+        sys.exit(run_recipe(recipe, overrides, partial(_dry_run, other=other)))
     if from_samples:  # that writes no checkpoints
         run = partial(_train_from, samples=from_samples, resume=resume)
     else:
         note_sigusr1()
         run = partial(_train, resume=resume)
-    sys.exit(_outcome_with_ray(recipe, overrides, run))
+    sys.exit(run_recipe_with_ray(recipe, overrides, run))
 
 
 @app.command()
@@ -114,7 +114,7 @@ def rollout(
     """Sample and score a recipe's prompts into a file, and train nothing."""
     if steps is not None:
         overrides = [*(overrides or []), f"run.steps={steps}"]
-    sys.exit(_outcome_with_ray(recipe, overrides, partial(_rollout, out=out)))
+    sys.exit(run_recipe_with_ray(recipe, overrides, partial(_rollout, out=out)))
 
 
 @app.command()
@@ -157,7 +157,7 @@ def plan(
         if run_plan.errors:
             raise UserErrors(run_plan.errors)
 
-    sys.exit(_outcome(recipe, overrides, run))
+    sys.exit(run_recipe(recipe, overrides, run))
 
 
 @app.command()
@@ -195,7 +195,7 @@ def convert(
 
         convert_run(recipe, run, out, step, show, fp8=fp8, adapter=adapter)
 
-    sys.exit(_outcome_with_ray(run / "recipe.yaml", overrides, write))
+    sys.exit(run_recipe_with_ray(run / "recipe.yaml", overrides, write))
 
 
 @app.command()
@@ -214,7 +214,7 @@ def drain(
 
         return drain_run(run, show, wait=wait)
 
-    sys.exit(_ended(ask))
+    sys.exit(ended(ask))
 
 
 @app.command()
@@ -230,7 +230,46 @@ def engines(
 
         ask_for_engines(run, count, show)
 
-    sys.exit(_ended(ask))
+    sys.exit(ended(ask))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="The folders of runs.")],
+    *,
+    out: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="The page; report.html of the run's folder by default."),
+    ] = None,
+    compare: Annotated[
+        bool, Option("--compare", help="One page of several runs, laid over each other.")
+    ] = False,
+    samples: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="A file of `megarl rollout`, in place of samples.jsonl."),
+    ] = None,
+    plans: Annotated[
+        bool, Option("--plan/--no-plan", help="With what the recipe alone tells: ranks, bytes.")
+    ] = True,
+    watch: Annotated[
+        bool, Option("--watch", help="Serve a page on 127.0.0.1 that follows the runs.")
+    ] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="Of --watch; 0: a free one.")] = 0,
+) -> None:
+    """Write a run as one page for a browser: curves, phases, placement, recipe, samples."""
+
+    def write() -> None:
+        from megarl.commands.report import watch_runs, write_reports
+
+        if watch and (out or samples):
+            option = "--out" if out else "--samples"
+            raise UserError(option, "--watch reads and writes no file", "leave one of them out")
+        if watch:
+            watch_runs(runs, port, show, plans=plans)
+            return
+        write_reports(runs, out, show, compares=compare, plans=plans, samples=samples)
+
+    sys.exit(ended(write))
 
 
 @app.command()
@@ -266,7 +305,7 @@ def reward_check(
         config = reward_config(function, argument or [], timeout_s, memory_mb)
         return 0 if check(config, data, samples, answer, rows) else 1
 
-    sys.exit(_ended(run))
+    sys.exit(ended(run))
 
 
 @app.command()
@@ -295,7 +334,7 @@ def episode_check(
 
         check(recipe, rows, turns, samples)
 
-    sys.exit(_outcome(recipe, overrides, run))
+    sys.exit(run_recipe(recipe, overrides, run))
 
 
 @app.command()
@@ -343,7 +382,7 @@ def doctor(
         say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
-    sys.exit(in_child(partial(_ended, run), last_word))
+    sys.exit(in_child(partial(ended, run), last_word))
 
 
 @app.command()
@@ -371,7 +410,7 @@ def explain(
         loaded = load_recipe(recipe, overrides or []) if recipe else None
         say_all(page() if reference else explained(key, loaded))
 
-    sys.exit(_ended(run))
+    sys.exit(ended(run))
 
 
 @app.command()
@@ -387,19 +426,7 @@ def schema(
 
         say_all(schema_text(is_overlay=overlay))
 
-    sys.exit(_ended(run))
-
-
-def _outcome(path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]) -> int:
-    """Load a recipe and run; the exit code."""
-    return _ended(lambda: run(load_recipe(path, overrides or [])))
-
-
-def _outcome_with_ray(
-    path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]
-) -> int:
-    """The same in a child process, which Ray may end."""
-    return in_child(partial(_outcome, path, overrides, run), last_word)
+    sys.exit(ended(run))
 
 
 def _tell(line: object) -> None:

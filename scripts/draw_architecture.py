@@ -21,6 +21,7 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 FLOORS: list[dict[str, str]] = [
     {"cli": "the command line"},
     {"commands": "convert, dry run, samples in files", "doctor": "is this machine fit to train?"},
+    {"report": "a run as one page"},
     {"controller": "the training loop", "plan": "memory and time without a GPU"},
     {
         "fleet": "engines, ranks, who has the memory",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.commands.outcome import run_recipe
 from megarl.commands.version import version_lines
 from megarl.config import Recipe
 from megarl.types import FolderGone, Silence, UserError, UserErrors
@@ -99,7 +100,7 @@ def test_what_keeps_one_side_of_a_run_from_running_alone_is_told_before_it_start
         (partial(cli._train_from, samples=old, resume=False), [*errors, f"{old}: not a complete"]),
         (partial(cli._train_from, samples=old, resume=True), ["--resume: "]),
     ):
-        assert cli._outcome(QUICKSTART, keys, run) == 2
+        assert run_recipe(QUICKSTART, keys, run) == 2
         lines = capsys.readouterr().err.splitlines()
         for start in starts:
             assert sum(line.startswith(start) for line in lines) == 1, lines
@@ -172,7 +173,8 @@ def test_the_version_names_every_package_that_decides_what_a_run_computes() -> N
 def test_output_on_a_full_disk_is_one_line_and_code_1(words: str) -> None:
     """Python itself fails a second time as it ends, unless what is buffered is dropped."""
     program = "import sys; from megarl import cli; from megarl.cli import say_all, show\n"
-    program += f"sys.exit(cli._ended(lambda: {words}))"
+    program += "from megarl.commands.outcome import ended\n"
+    program += f"sys.exit(ended(lambda: {words}))"
     with open("/dev/full", "w") as full:
         result = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=-1, text=True
@@ -183,9 +185,10 @@ def test_output_on_a_full_disk_is_one_line_and_code_1(words: str) -> None:
 
 def test_without_room_for_the_last_word_the_exit_code_says_it() -> None:
     """The log of a job has both streams, and its disk is full."""
-    program = "import sys; from megarl import cli; from megarl.types import UserError\n"
+    program = "import sys; from megarl.commands.outcome import ended\n"
+    program += "from megarl.types import UserError\n"
     program += "def run(): raise UserError('run.dir', 'no space', 'make room')\n"
-    program += "sys.exit(cli._ended(run))"
+    program += "sys.exit(ended(run))"
     with open("/dev/full", "w") as full:
         result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=full)
     assert result.returncode == 2
@@ -198,13 +201,14 @@ def test_a_command_ends_with_its_code_while_a_disk_does_not_answer(tmp_path: Pat
         "from concurrent.futures import ThreadPoolExecutor\n"
         "from pathlib import Path\n"
         "from megarl import cli\n"
+        "from megarl.commands.outcome import ended\n"
         "from megarl.disk import while_answering\n"
         "folder = Path(sys.argv[1])\n"
         "def read():\n"
         "    with ThreadPoolExecutor(1) as pool:\n"
         "        list(pool.map(Path.read_bytes, [folder / 'x']))\n"
         "run = lambda: while_answering(read, folder, 'x', 0.5)\n"
-        "cli.app = lambda: sys.exit(cli._ended(run))\n"
+        "cli.app = lambda: sys.exit(ended(run))\n"
         "cli.main()\n"
     )
     with stalling_disk(tmp_path / "disk") as disk:
@@ -240,7 +244,7 @@ def test_how_a_run_ended_is_its_code_and_last_line(
     def run(recipe: Recipe) -> None:
         raise raised
 
-    assert cli._outcome(QUICKSTART, [], run) == code
+    assert run_recipe(QUICKSTART, [], run) == code
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == last
     assert captured.out == ""

@@ -87,6 +87,7 @@ DOORS = {  # library -> the only places that import it
     "wandb": {"megarl.tracking.trackers.wandb_run"},
     "mlflow": {"megarl.tracking.trackers.mlflow_run"},
     "matplotlib": {"megarl.tracking.curve", "megarl.plan.picture"},
+    "plotly": {"megarl.report.page"},
     "pydantic": {
         "megarl.config",
         "megarl.controller.resuming",

@@ -72,7 +72,9 @@ class TrainingFleet:
 
     def put(self, groups: Sequence[SampleGroup]) -> RolloutBatch:
         """Groups that no engine made, placed where the training ranks can fetch them."""
-        return RolloutBatch([*map(summary, groups)], [*map(self._cluster.put, groups)])
+        column = self.roles.recipe.reward.source
+        summaries = [summary(group, column) for group in groups]
+        return RolloutBatch(summaries, [*map(self._cluster.put, groups)])
 
 
 def training_fleet(cluster: Cluster, roles: Roles) -> TrainingFleet:
@@ -381,7 +383,10 @@ class Fleet(TrainingFleet):
         if not buffer_file(folder).exists():
             return []
         groups = open_samples(buffer_file(folder)).buffered_groups()
-        return [(group.prompt.id, _summary(group), self._cluster.put(group)) for group in groups]
+        column = self._recipe.reward.source
+        return [
+            (group.prompt.id, _summary(group, column), self._cluster.put(group)) for group in groups
+        ]
 
     def save(self, folder: Path, buffer: GroupBuffer) -> tuple[dict[str, Digest], Metrics]:
         """Begin a checkpoint after a step's updates; the model that is saved last then holds the memory.
@@ -458,10 +463,10 @@ def share_weights(trainers: PolicyRanks, *others: RankGroup | None) -> None:
             ranks.share(trainers.handles())  # handles are for one process that maps them
 
 
-def _summary(group: SampleGroup | PartialGroup) -> Summary:
+def _summary(group: SampleGroup | PartialGroup, source_column: str) -> Summary:
     if isinstance(group, PartialGroup):
         return partial_summary(group)
-    return summary(group)
+    return summary(group, source_column)
 
 
 def buffer_file(folder: Path) -> Path:

@@ -65,18 +65,11 @@ def plan_reshard(roles: Roles, hardware: Hardware, *, counts_rounds: bool = True
     """
     if roles.recipe.rollout.engine.external:
         return _plan_files(roles, hardware)
-    policy = roles.policy
-    engines = roles.engines
-    factors = factor_maps(
-        policy.shape, policy.layout, engines, policy.lora, transformer_engine=True
-    )
-    sources, targets = factors or weight_maps(
-        policy.shape, policy.layout, engines, transformer_engine=True
-    )
+    sources, targets = _parts(roles)
     members = roles.num_members
     node = roles.recipe.placement.gpus_per_node
     dtype = roles.recipe.model.dtype
-    traffic = count_traffic(sources, targets, members, gpus_per_node=node, dtype=dtype)
+    traffic = _traffic(roles, sources, targets)
     gathered = gathered_bytes(sources, targets, members, dtype)
     wanting = traffic.dest > 0
     return ReshardPlan(
@@ -90,6 +83,34 @@ def plan_reshard(roles: Roles, hardware: Hardware, *, counts_rounds: bool = True
         bound_s=bound_s(traffic, node, hardware),
         expected_s=expected_s(traffic, hardware),
         gather_bound_s=gather_bound_s(float(gathered.max()), members, node, hardware),
+    )
+
+
+def minimum_wire_bytes(roles: Roles) -> int:
+    """What all members of a reshard get from others, at least: the bytes that they want and do not hold themselves.
+
+    Raises UserError as `weight_maps` does.
+    """
+    return int(_traffic(roles, *_parts(roles)).minimum_wire.sum())
+
+
+def _parts(roles: Roles) -> tuple[Sequence[Part], Sequence[Part]]:
+    """Sources and targets of a step's reshard."""
+    policy = roles.policy
+    engines = roles.engines
+    factors = factor_maps(
+        policy.shape, policy.layout, engines, policy.lora, transformer_engine=True
+    )
+    return factors or weight_maps(policy.shape, policy.layout, engines, transformer_engine=True)
+
+
+def _traffic(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> Traffic:
+    return count_traffic(
+        sources,
+        targets,
+        roles.num_members,
+        gpus_per_node=roles.recipe.placement.gpus_per_node,
+        dtype=roles.recipe.model.dtype,
     )
 
 

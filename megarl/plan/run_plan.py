@@ -11,7 +11,7 @@ from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.placement.engine_layout import EngineLayout
-from megarl.placement.roles import RoleName, Roles, resolve
+from megarl.placement.roles import Role, RoleName, Roles, resolve
 from megarl.placement.train_layout import RankCoords, TrainLayout
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, RankWork, Samples, advice, share_of, step_samples
 from megarl.plan.decode_step import EngineSpeed
@@ -20,7 +20,7 @@ from megarl.plan.engine_simulation import CLIPPED, GroupLimits
 from megarl.plan.expert_exchange import LinkBytes, exchanged_bytes
 from megarl.plan.fit import cache_advice, lacking, with_errors
 from megarl.plan.loss_cost import LossCost, loss_cost
-from megarl.plan.model_size import ModelSizes, sizes_of
+from megarl.plan.model_size import ModelSize, ModelSizes, sizes_of
 from megarl.plan.phase_advice import TriedPhases, phase_advice
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
 from megarl.plan.phased_rollout import PhasedRollout, phased_rollout
@@ -249,14 +249,18 @@ def size_errors(recipe: Recipe) -> ErrorIterator:
         yield UserError("placement.gpus", problem, f"set it to at most {MOST_GPUS}")
 
 
-def slot_map(recipe: Recipe, sizes: ModelSizes, engine: EngineLayout) -> tuple[Slot, ...]:
+def slot_map(
+    recipe: Recipe,
+    models: Mapping[RoleName, ModelSize] | Mapping[RoleName, Role],
+    engine: EngineLayout,
+) -> tuple[Slot, ...]:
     """Every slot in order."""
     slots = []
     for slot in range(recipe.placement.gpus):
         ranks: dict[RoleName, RankCoords] = {
-            role: size.layout.coords(slot - size.first_slot)
-            for role, size in sizes.items()
-            if slot in size.slots
+            role: model.layout.coords(slot - model.first_slot)
+            for role, model in models.items()
+            if slot in model.slots
         }
         node, gpu = divmod(slot, recipe.placement.gpus_per_node)
         slots.append(Slot(slot, node, gpu, ranks, *(engine.member(slot) or (None, None))))

@@ -322,7 +322,7 @@ def scored(
         ),
     )
     short = replace(
-        summary(group),
+        summary(group, reward.source),
         failures=tuple(failures),
         num_dropped=num_dropped,
         failed_calls=failed_calls(samples),

@@ -8,11 +8,14 @@ from megarl.samples import accounting
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.types import GroupSummary, SampleGroup
 
+_LONGEST_SOURCE = 100  # characters
 
-def summary(group: SampleGroup) -> GroupSummary:
+
+def summary(group: SampleGroup, source_column: str = "") -> GroupSummary:
     """The summary of a group, which the controller keeps in place of its arrays.
 
-    Raises RuntimeError where the tokens of a sample do not add up.
+    source_column: of the data rows, as reward.source; "": no source is kept. Raises RuntimeError where the tokens of a
+    sample do not add up.
     """
     samples = group.samples
     accounting.check(group.prompt, samples)
@@ -27,6 +30,7 @@ def summary(group: SampleGroup) -> GroupSummary:
         correct_G=group.correct_G,
         baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
         given_answers=group.given_answers,
+        source=str(group.prompt.row.get(source_column, ""))[:_LONGEST_SOURCE],
         verifications=sum(sample.verifications for sample in drawn),
         prefills=sum(sample.prefills for sample in drawn),
         turn_rewards_G=accounting.turn_rewards(samples),

@@ -298,7 +298,8 @@ def pick_samples(
     """The first sample of every group, then the second of every group... until there are `count`.
 
     `group` and `sample` are its places, from 0, in the step's groups and in its group, `advantage` is None where it has
-    none. Those of episodes have `episode`: the whole of it, see `episode_dict`.
+    none, `source` is there where its data row names one. Those of episodes have `episode`: the whole of it, see
+    `episode_dict`.
     """
     most = max((len(group.responses) for group in groups), default=0)
     places = (
@@ -326,6 +327,8 @@ def _sample(group: GroupSummary, index: int, advantage: float | None) -> JsonObj
         # -1: no token was sampled
         "version": max((part.version for part in group.parts_G[index]), default=-1),
     }
+    if group.source:
+        sample["source"] = group.source
     facts = group.facts[index] if index < len(group.transcripts) else None
     if facts is None:
         return sample

@@ -141,7 +141,8 @@ class GroupSummary:
 
     rows: of each sample. failures: descriptions of the failed reward results; num_dropped of their samples are not in
     the group. verifications, prefills: of all samples but the baseline. faults: of the engine's worker processes since
-    its group before, by the room of their metrics, `reward` or `episode`.
+    its group before, by the room of their metrics, `reward` or `episode`. source: of the prompt, by its data row; "":
+    the row names none.
 
     Of episodes alone: turn_rewards_G, the sum of the rewards of a sample's turns, None where no turn has any; facts, of
     each sample, None where it is no episode; transcripts, of the first samples, as many as samples.jsonl may show;
@@ -165,6 +166,7 @@ class GroupSummary:
     verifications: int = 0
     prefills: int = 0
     faults: Mapping[str, WorkerFaults] = field(default_factory=dict)
+    source: str = ""
     turn_rewards_G: FloatArray | None = None
     facts: tuple[EpisodeFacts | None, ...] = ()
     transcripts: tuple[Transcript, ...] = ()

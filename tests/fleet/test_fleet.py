@@ -465,7 +465,10 @@ def test_a_buffer_is_saved_and_comes_back_group_by_group(
         _cluster=SimpleNamespace(put=lambda group: group, gather=lambda calls: [held.group for held in calls]),
         trainers=ranks, critic=None, onload_for=lambda _: {}, attempts=0,
         roles=SimpleNamespace(policy=SimpleNamespace(shape=SimpleNamespace(vocab_size=9))),
-        _recipe=SimpleNamespace(rollout=SimpleNamespace(temperature=0.7), run=SimpleNamespace(timeout_s=60.0)),
+        _recipe=SimpleNamespace(
+            rollout=SimpleNamespace(temperature=0.7), run=SimpleNamespace(timeout_s=60.0),
+            reward=SimpleNamespace(source="data_source"),
+        ),
     )  # fmt: skip
     attended: list[Path] = []
 

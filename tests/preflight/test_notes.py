@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.commands.outcome import run_recipe
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.config.unread import UNREAD_WHERE
@@ -157,7 +158,7 @@ def test_the_command_says_so_on_stderr_and_goes_on(
         cli._advise(recipe)
         print("goes on")
 
-    assert cli._outcome(QUICKSTART, ["critic.lr=1e-5"], run) == 0
+    assert run_recipe(QUICKSTART, ["critic.lr=1e-5"], run) == 0
     captured = capsys.readouterr()
     assert captured.err == "megarl: critic.lr is set, and nothing reads it: grpo has no critic\n"
     assert captured.out == "goes on\n"

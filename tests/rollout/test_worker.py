@@ -135,6 +135,17 @@ def test_verifications_of_a_baseline_do_not_count() -> None:
     assert (summary(group).verifications, summary(group).prefills) == (7, 3)
 
 
+def test_the_source_of_a_group_is_what_its_row_says_in_the_recipes_column() -> None:
+    """PROMPT has the column `level`."""
+    for column, source in (("level", "1"), ("data_source", "")):
+        reward = RewardConfig(function="a:b", source=column)
+        short, _ = scored(PROMPT, samples("a"), [RIGHT], reward)
+        assert short.source == source
+    long = replace(PROMPT, row={"level": "x" * 1000})
+    short, _ = scored(long, samples("a"), [RIGHT], RewardConfig(function="a:b", source="level"))
+    assert short.source == "x" * 100
+
+
 def samples(*texts: str) -> list[Sample]:
     return [
         response(PROMPT.token_ids, np.arange(1 + n), text=text, version=4)

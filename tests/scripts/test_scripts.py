@@ -589,9 +589,14 @@ def test_the_first_tier_has_more_time(
 
 PROGRAMS = {
     "bwrap": ("bubblewrap", "the tests of the sandbox"),
+    "chromedriver": ("Chromium", "the tests of the run page"),
     "slurmctld": ("Slurm", "the tests of Slurm jobs"),
 }
-PACKAGES = {"bwrap": "bubblewrap", "slurmctld": "munge slurm-client slurmctld slurmd"}
+PACKAGES = {
+    "bwrap": "bubblewrap",
+    "chromedriver": "chromium chromium-driver",
+    "slurmctld": "munge slurm-client slurmctld slurmd",
+}
 MISSING = "{name} ({program}) is missing: {tests} will be skipped"
 INSTALLING = "installing {name} for {tests}"
 INSTALL = "BIN/apt-get install -y --no-install-recommends {packages}"
@@ -638,7 +643,9 @@ def test_test_sh_fails_where_any_part_does(ready: Sandbox, fails: str) -> None:
 
 
 def test_test_sh_installs_no_slurm_beside_a_clusters_own(ready: Sandbox) -> None:
-    for program, body in {"bwrap": "", "scontrol": "", "id": "echo 0", "apt-get": "exit 1"}.items():
+    for program in ("bwrap", "chromedriver", "scontrol"):
+        ready.stand_in(program, "")
+    for program, body in {"id": "echo 0", "apt-get": "exit 1"}.items():
         ready.stand_in(program, body)
     (line,) = [line for line in run_test_sh(ready) if "Slurm" in line]
     assert line.startswith("megarl: this machine belongs to a Slurm cluster")

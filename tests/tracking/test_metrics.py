@@ -377,6 +377,13 @@ def test_samples_are_picked_from_as_many_groups_as_possible_with_places_and_adva
     assert pick_samples(groups, 4, advantages) == picked[:4] and pick_samples([], 3, {}) == []
 
 
+def test_a_sample_has_its_source_where_the_row_names_one() -> None:
+    groups = [replace(group("a", [1.0], [1]), source="gsm8k"), group("b", [0.0], [1])]
+    named, other = pick_samples(groups, 2, {})
+    assert named["source"] == "gsm8k"
+    assert "source" not in other
+
+
 def test_groups_without_variance_are_those_whose_drawn_samples_have_one_reward() -> None:
     equal, mixed, single = (
         group("a", [0.7, 0.7, 0.7], [1, 1, 1]),

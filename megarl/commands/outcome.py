@@ -1,4 +1,4 @@
-"""How a command ends: its last words on stderr, and its exit code."""
+"""How a command ends: its exit code, and the cause on the last lines of standard error."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from megarl.cluster.processes import was_terminated
+from megarl.cluster.supervisor import in_child
 from megarl.commands.output import last_word, tell_output_failed
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
 from megarl.printable import OutputFailed, one_line
 from megarl.types import (
     Drained,
@@ -22,6 +27,18 @@ from megarl.types import (
 
 # no code of sysexits.h: a job that is queued again after others is not after this one
 _DRAINED = 79
+
+
+def run_recipe(path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]) -> int:
+    """Load a recipe and run; the exit code."""
+    return ended(lambda: run(load_recipe(path, overrides or [])))
+
+
+def run_recipe_with_ray(
+    path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]
+) -> int:
+    """The same in a child process, which Ray may end."""
+    return in_child(partial(run_recipe, path, overrides, run), last_word)
 
 
 def ended(run: Callable[[], int | None]) -> int:

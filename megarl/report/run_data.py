@@ -1,0 +1,73 @@
+"""A run as the JSON object that the page's program reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from megarl.algos import ALGORITHMS
+from megarl.report.planned import Planned
+from megarl.report.recipe_keys import recipe_keys
+from megarl.report.run_files import FolderContents, columns
+from megarl.report.sample_file import FileSamples
+from megarl.tracking.health import Health
+from megarl.tracking.secrets import redacted, without_secrets
+from megarl.types.json_objects import JsonObject
+
+
+def run_data(
+    run: FolderContents, of_plan: Planned | None = None, of_file: FileSamples | None = None
+) -> JsonObject:
+    """One run for the page. of_plan: what follows from its recipe alone; None: that is left out.
+
+    of_file: samples that are shown in place of those of samples.jsonl.
+
+    metrics: by name, a number or null for each record. samples: lines of samples.jsonl, whose episodes are flat. slots,
+    minimum_wire_bytes, planned_memory: as of `Planned`. signs: lines that say how the run looks sick.
+    """
+    recipe = run.recipe
+    of_plan = of_plan or Planned()
+    samples = of_file.samples if of_file else [_sample(sample) for sample in run.samples]
+    of_file = of_file or FileSamples()
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "steps": recipe.run.steps if recipe else None,
+        "signs": _signs(run),
+        "notes": [redacted(note) for note in run.notes + of_plan.notes + of_file.notes],
+        "metrics": columns(run.records),
+        "samples": samples,
+        "expert_load": of_file.expert_load,
+        "losses": [without_secrets(asdict(loss)) for loss in run.losses],
+        "recipe": [asdict(key) | {"differs": key.differs} for key in recipe_keys(recipe)]
+        if recipe
+        else [],
+        "recipe_text": redacted(run.recipe_text),
+        "slots": of_plan.slots,
+        "minimum_wire_bytes": of_plan.minimum_wire_bytes,
+        "planned_memory": of_plan.memory,
+    }
+
+
+def _signs(run: FolderContents) -> list[str]:
+    """What the terminal said while the run went on."""
+    if run.recipe is None or run.recipe.algorithm.name not in ALGORITHMS:
+        return []
+    algorithm = ALGORITHMS[run.recipe.algorithm.name]
+    health = Health(algorithm.learns_from == "rewards" and not algorithm.has_teacher)
+    signs: list[str] = []
+    for record in run.records:
+        numbers = {name: math.nan if value is None else value for name, value in record.items()}
+        health, new_signs = health.after(numbers)
+        signs += new_signs
+    return signs
+
+
+def _sample(sample: JsonObject) -> JsonObject:
+    """A line of samples.jsonl; what it has of an episode stands beside the rest."""
+    episode: Any = sample.get("episode")
+    if not isinstance(episode, dict):
+        return sample
+    flat = {name: value for name, value in sample.items() if name != "episode"}
+    return episode | flat

@@ -1,0 +1,141 @@
+"""What the folder of a run holds: records, samples, losses and the recipe, also while the run is alive."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.loading import load_recipe
+from megarl.tracking.loss_table import read_losses
+from megarl.tracking.record_lines import read_lines
+from megarl.types import UserError, UserErrors
+from megarl.types.json_objects import JsonObject, depth
+from megarl.types.losses import Loss
+
+_DIGITS = 6  # of a number on the page
+_MOST_SAMPLE_BYTES = 64 * 1024 * 1024
+_LAST_STEP = 2**63
+_DEEPEST = 100  # of a sample's JSON
+
+
+@dataclass
+class FolderContents:
+    """A run's folder, read.
+
+    records: of metrics.jsonl, whose numbers that are not finite are None. samples: lines of samples.jsonl. recipe: None
+    where recipe.yaml is not one of this version; recipe_text is its text then. notes: what is left out, a line each.
+    """
+
+    folder: Path
+    records: Sequence[JsonObject]
+    samples: Sequence[JsonObject]
+    losses: Sequence[Loss]
+    recipe: Recipe | None
+    recipe_text: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.folder.absolute().name
+
+
+def read_run(folder: Path) -> FolderContents:
+    """Read a run's folder. Raises UserError where there is no run."""
+    file = folder / "metrics.jsonl"
+    if not file.is_file():
+        raise UserError(
+            str(folder),
+            "has no metrics.jsonl",
+            "name the folder of a run that has begun, as runs/quickstart",
+        )
+    notes: list[str] = []
+    try:
+        records = _records(file, notes)
+        samples = _samples(folder / "samples.jsonl", notes)
+        recipe, text = _recipe(folder / "recipe.yaml", notes)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise UserError(str(folder), problem, "see the permissions of its files") from None
+    losses = read_losses(folder / "losses.jsonl")
+    return FolderContents(folder, records, samples, losses, recipe, text, notes)
+
+
+def columns(records: Sequence[JsonObject]) -> JsonObject:
+    """The records by metric, each a list with a number or None for each record."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [_shortened(record.get(name)) for record in records] for name in names}
+
+
+def _shortened(value: float | None) -> float | None:
+    """A number with the digits that a page shows; whole numbers stay as they are."""
+    if value is None or not math.isfinite(value):
+        return None
+    if value == int(value) and abs(value) < 2**53:
+        return int(value)
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _records(file: Path, notes: list[str]) -> list[JsonObject]:
+    errors: list[UserError] = []
+    lines = read_lines(file, _LAST_STEP, errors)
+    notes += [f"{error}: the records from there on are left out" for error in errors]
+    return [record for _, record in lines]
+
+
+def _samples(file: Path, notes: list[str]) -> list[JsonObject]:
+    """The whole lines of samples.jsonl; of a file that no browser would take, evenly chosen ones."""
+    if not file.is_file():
+        notes.append("samples.jsonl is not there: no samples are shown")
+        return []
+    # odd, so that it is not always the same place in the groups of a step
+    every = math.ceil(file.stat().st_size / _MOST_SAMPLE_BYTES) | 1
+    samples = []
+    num_broken = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines):
+            if number % every or not line.endswith(b"\n"):
+                continue
+            sample = _parsed(line)
+            if sample is None:
+                num_broken += 1
+            else:
+                samples.append(sample)
+    if every > 1:
+        notes.append(f"samples.jsonl is large: one of {every} samples is shown")
+    if num_broken:
+        notes.append(f"samples.jsonl has {num_broken} lines that are no samples: they are left out")
+    return samples
+
+
+def _parsed(line: bytes) -> JsonObject | None:
+    """The sample of a line; None where it has none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    # the page's data has a few levels more
+    return value if _is_sample(value) and depth(value) <= _DEEPEST else None
+
+
+def _is_sample(value: Any) -> bool:
+    match value:
+        case {"step": int(), "prompt": str(), "response": str(), "reward": int() | float() | None}:
+            return True
+    return False
+
+
+def _recipe(file: Path, notes: list[str]) -> tuple[Recipe | None, str]:
+    if not file.is_file():
+        notes.append("recipe.yaml is not there: neither the recipe nor the placement is shown")
+        return None, ""
+    try:
+        return load_recipe(file), ""
+    except UserErrors as raised:
+        reason = raised.errors[0]
+        notes.append(f"recipe.yaml is shown as it is, for this version cannot read it: {reason}")
+        return None, file.read_text(encoding="utf-8", errors="replace")

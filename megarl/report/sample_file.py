@@ -1,0 +1,143 @@
+"""The samples of a file of `megarl rollout`, token by token, and the load of the experts that its tokens chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config import Recipe
+from megarl.model.tokenizer import load_tokenizer
+from megarl.samples.parquet import open_samples
+from megarl.types import Row, SampleGroup, UserError, episode_dict
+from megarl.types.json_objects import JsonObject
+
+_MOST_TOKENS = 2_000_000  # on a page; of further samples the text alone is shown
+_DIGITS = 4  # after the point of a log-probability
+
+
+@dataclass
+class FileSamples:
+    """samples: as lines of samples.jsonl, and `rows` with each row's tokens.
+
+    expert_load: of each layer with experts, the tokens of each expert over their mean; None: the file has no choices of
+    experts.
+    """
+
+    samples: list[JsonObject] = field(default_factory=list)
+    expert_load: list[list[float]] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def file_samples(path: Path, recipe: Recipe) -> FileSamples:
+    """All groups of a file. recipe: of its run, for the tokenizer. Raises UserError for no or a damaged file."""
+    file = open_samples(path)
+    texts = _TokenTexts(recipe.model.path)
+    result = FileSamples(notes=texts.notes)
+    load = _ExpertLoad()
+    num_tokens = 0
+    for step in range(1, file.num_steps + 1):
+        for number, group in enumerate(file.groups(step)):
+            for index, sample in enumerate(group.samples):
+                line = _line(step, number, group, index, recipe.reward.source)
+                num_tokens += sum(len(row.response_ids_T) for row in sample.rows)
+                if num_tokens <= _MOST_TOKENS:
+                    line["rows"] = [_tokens(row, texts) for row in sample.rows]
+                load.add(sample.rows)
+                result.samples.append(line)
+    if num_tokens > _MOST_TOKENS:
+        result.notes.append(
+            f"{path} has {num_tokens:,} tokens: the first {_MOST_TOKENS:,} are shown"
+        )
+    result.expert_load = load.shares()
+    return result
+
+
+def _line(step: int, number: int, group: SampleGroup, index: int, source_column: str) -> JsonObject:
+    sample = group.samples[index]
+    parts = [part for row in sample.rows for part in row.parts]
+    line: JsonObject = {
+        "step": step,
+        "group": number,
+        "sample": index,
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+        "response": sample.text,
+        "reward": float(group.rewards_G[index]),
+        "correct": bool(group.correct_G[index]),
+        "length": sample.num_trained,
+        "finished": sample.finished,
+        "version": max((part.version for part in parts), default=-1),
+    }
+    if source := str(group.prompt.row.get(source_column, "")):
+        line["source"] = source
+    if sample.facts:
+        line |= episode_dict(sample.facts, sample.transcript)
+    return line
+
+
+def _tokens(row: Row, texts: _TokenTexts) -> JsonObject:
+    """tokens: their texts; logp: by the engine, 0 where trained (whether the model sampled it) is 0; parts: version and
+    tokens of each."""
+    return {
+        "tokens": texts.of(row.response_ids_T.tolist()),
+        "logp": [round(logp, _DIGITS) for logp in row.engine_logp_T.tolist()],
+        "trained": row.trained_T.astype(int).tolist(),
+        "parts": [[part.version, part.num_tokens] for part in row.parts],
+    }
+
+
+class _TokenTexts:
+    """The text of each token by its id; where the run's tokenizer is gone, the ids."""
+
+    def __init__(self, model_path: str) -> None:
+        self.notes: list[str] = []
+        self._texts: dict[int, str] = {}
+        self._tokenizer: Any = None
+        try:
+            self._tokenizer = load_tokenizer(model_path)
+        except UserError as error:
+            self.notes.append(f"tokens are shown by their numbers: {error}")
+
+    def of(self, token_ids: Iterable[int]) -> list[str]:
+        return [self._text(token_id) for token_id in token_ids]
+
+    def _text(self, token_id: int) -> str:
+        if token_id not in self._texts:
+            text = f"[{token_id}]"
+            if self._tokenizer is not None:
+                text = self._tokenizer.decode([token_id])
+            self._texts[token_id] = text
+        return self._texts[token_id]
+
+
+class _ExpertLoad:
+    """How many tokens chose each expert of each layer."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros((0, 0), np.int64)  # [layers, experts]
+
+    def add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if row.routed_experts is not None and row.routed_experts.size:
+                self._add(row.routed_experts)
+
+    def _add(self, experts: Any) -> None:
+        """experts: [T - 1, M, K]."""
+        num_layers = experts.shape[1]
+        num_experts = max(int(experts.max()) + 1, self._counts.shape[1])
+        counts = np.zeros((max(num_layers, self._counts.shape[0]), num_experts), np.int64)
+        counts[: self._counts.shape[0], : self._counts.shape[1]] = self._counts
+        for layer in range(num_layers):
+            chosen = experts[:, layer].ravel().astype(np.int64)
+            counts[layer] += np.bincount(chosen, minlength=num_experts)
+        self._counts = counts
+
+    def shares(self) -> list[list[float]] | None:
+        if not self._counts.size:
+            return None
+        mean = self._counts.mean(axis=1, keepdims=True)
+        return np.round(self._counts / np.maximum(mean, 1e-9), _DIGITS).tolist()
