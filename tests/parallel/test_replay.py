@@ -22,7 +22,7 @@ from tests.parallel.gradients import (
     uneven_part,
 )
 from tests.parallel.precision import within
-from tests.parallel.test_parity import FLEX, RECOMPUTE, in_nodes_of_two, in_pairs
+from tests.parallel.test_parity import FLEX, RECOMPUTE, STEPS, in_nodes_of_two, in_pairs
 from tests.parallel.worlds import (
     assigned,
     numbers,
@@ -67,7 +67,7 @@ def sampled(family: str) -> list[TrainSequence]:
 
 
 def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
-    """Two steps in which every pass takes the engine's experts."""
+    """Steps in which every pass takes the engine's experts."""
     from megarl.training.policy import DIFFERING_SHARE
 
     sequences, at = sampled(family), trainer.layout.coords(trainer.rank)
@@ -76,7 +76,7 @@ def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     part = world_part(micro_batches, sequences, DENOMINATOR, choices=choices)
     diffs = trainer._replay_diffs(part)
     with recorded(trainer) as learning:
-        taken = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
+        taken = [trainer.train_step(part, LR, weighted_loss) for _ in range(STEPS)]
     metrics, choices = [numbers(step) for step in taken], [step[DIFFERING_SHARE] for step in taken]
     return {"gaps": numbers(diffs), "metrics": metrics, "choices": choices, "learning": learning}
 
