@@ -43,7 +43,7 @@ class _Hop:
     def back(self, values: Tensor) -> Tensor:
         """The sum over the copies of each row, made in float32."""
         copies = _exchanged(values, self.from_ranks, self.to_ranks, self.group)
-        total = torch.zeros(self.num_rows, *values.shape[1:], dtype=torch.float32)
+        total = copies.new_zeros(self.num_rows, *values.shape[1:], dtype=torch.float32)
         return total.index_add_(0, self.rows, copies.float()).to(values.dtype)
 
 
@@ -102,7 +102,7 @@ class Buffer:
         assert topk_idx.dtype == torch.int64, "DeepEP takes indices of experts in int64"
         ranks = self.group.size()
         assert num_experts % ranks == 0
-        is_chosen_NE = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
+        is_chosen_NE = topk_idx.new_zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
         is_chosen_NE.scatter_(1, topk_idx % (num_experts + 1), True)  # -1, no expert, is the last
         is_chosen_NE = is_chosen_NE[:, :-1]
         is_sent_NR = is_chosen_NE.unflatten(1, (ranks, -1)).any(-1)

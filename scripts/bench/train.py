@@ -2,12 +2,13 @@
 
 The two take turns, step by step, so that other work of the machine affects both. Prints tokens per second of each,
 the ratio (median over pairs of steps), and the share of the GPUs' peak where it is known. Losses and gradient norms of
-every step must agree, or the bench fails. With --without the other one is megarl's own step without the comparison of
-replicas (run.compare_replicas_every), or without all of the search for silent faults, which also looks for numbers that
-are not finite. With --old-logprobs it is a step of --updates updates before which all old log-probabilities are
-computed, and not those alone which that setting needs. With --cp-auto rows are split by their length over up to
---longest / --budget data-parallel ranks, and the other one splits all rows over so many, as a fixed train.cp would:
-both have --budget tokens on a rank.
+every step must agree, or the bench fails. Keys of a recipe (train.recompute.moe=1) are those of megarl's step, and the
+other one is then megarl's without them, in the same layout, with weights of its own in the same process. With --without
+it is megarl's own step without the comparison of replicas (run.compare_replicas_every), or without all of the search
+for silent faults, which also looks for numbers that are not finite. With --old-logprobs it is a step of --updates
+updates before which all old log-probabilities are computed, and not those alone which that setting needs. With
+--cp-auto rows are split by their length over up to --longest / --budget data-parallel ranks, and the other one splits
+all rows over so many, as a fixed train.cp would: both have --budget tokens on a rank.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from megarl.placement.roles import resolve
@@ -36,14 +37,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
+import yaml
 
 from megarl import device
 from megarl.algos.statistics import GRAD_NORM, LOSS, TOKENS, Statistic
 from megarl.config import Recipe
+from megarl.config.loading import overlaid
 from megarl.device import Address
 from megarl.training import flops
 from megarl.training.batching import SampleRef, Update, plan_updates
 from megarl.types import TrainSequence
+
+if TYPE_CHECKING:
+    from megarl.training.policy import PolicyRank
+    from megarl.training.shares import UpdateShare
 
 TIMEOUT_S = 600.0
 LR = 1e-4
@@ -71,6 +78,23 @@ def write_model(folder: Path, layers: int, hidden: int, vocab_size: int) -> None
         max_position_embeddings=32768,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+# which learn beside megarl, and have the same loss in every step
+WITH_OWN_WEIGHTS = {"bare", "without_keys"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What megarl's step is compared with.
+
+    num_own: of the step's updates, those without a pass of old logprobs. plain: the recipe without the given keys.
+    """
+
+    other: str = "bare"
+    updates: int = 1
+    num_own: int = 1
+    plain: Recipe | None = None
 
 
 def make_recipe(path: str, args: argparse.Namespace) -> Recipe:
@@ -188,11 +212,36 @@ def timed(contenders: Mapping[str, Callable[[], Any]], steps: int) -> dict[str, 
             results_by_name[name] = contenders[name]()
             dist.barrier()
             seconds[name].append(time.perf_counter() - started)
-        if "bare" in contenders:
-            np.testing.assert_allclose(
-                results_by_name["megarl"], results_by_name["bare"], rtol=TOLERANCE
-            )
+        if WITH_OWN_WEIGHTS & contenders.keys():
+            np.testing.assert_allclose(*results_by_name.values(), rtol=TOLERANCE)
     return seconds
+
+
+def step_of(
+    trainer: PolicyRank, parts: Sequence[UpdateShare], num_own: int = 1
+) -> Callable[[], tuple[float, float]]:
+    """A step of these updates, which gives the last one's loss and gradient norm; num_own: as of Comparison."""
+
+    def step() -> tuple[float, float]:
+        metrics: dict[Statistic, Any] = {}
+        passes = [trainer.token_outputs(part.micro_batches) for part in parts[num_own:]]
+        for part, old_logp in zip(parts, [None] * num_own + passes, strict=True):
+            metrics = trainer.train_step(replace(part, old_logp=old_logp), LR, cross_entropy)
+        return metrics.get(LOSS, (0.0,))[0], metrics[GRAD_NORM][0]
+
+    return step
+
+
+def with_other_keys(meet: Address, recipe: Recipe, first: PolicyRank) -> PolicyRank:
+    """A second rank of this process, in the groups of the first one, whose layout it shares."""
+    from megarl.parallel import groups
+    from megarl.training.policy import PolicyRank
+
+    with (
+        patch.object(groups, "join"),
+        patch.object(groups, "open_communicators", return_value=first.communicator_bytes()),
+    ):
+        return PolicyRank(first.rank, resolve(recipe).policy, meet)
 
 
 def work(
@@ -201,47 +250,40 @@ def work(
     recipe: Recipe,
     sequences: Sequence[TrainSequence],
     steps: int,
-    other: str,
-    updates: int,
-    num_own: int,
+    comparison: Comparison,
 ) -> dict[str, Any]:
-    """Both contenders on one rank; the seconds of their steps. num_own: updates without a pass of old logprobs."""
+    """Both contenders on one rank; the seconds of their steps."""
     from megarl.training.policy import PolicyRank
-    from scripts.bench.train_bare import Bare
 
     trainer = PolicyRank(rank, resolve(recipe).policy, meet)
     layout, shape = trainer.layout, trainer.shape
     work_of = flops.train_work(shape)
-    plan_of = partial(planned, recipe, sequences, updates, layout, work_of)
+    plan_of = partial(planned, recipe, sequences, comparison.updates, layout, work_of)
     plans = plan_of()
     dp_rank = layout.coords(rank).dp
-    own_parts = parts_of(plans, sequences, dp_rank)
-    rows = [trainer._pack(batch) for part in own_parts for batch in part.micro_batches]
-
-    def step_of(num_own: int, parts: Sequence[Any] = own_parts) -> tuple[float, float]:
-        passes = [trainer.token_outputs(part.micro_batches) for part in parts[num_own:]]
-        for part, old_logp in zip(parts, [None] * num_own + passes, strict=True):
-            metrics = trainer.train_step(replace(part, old_logp=old_logp), LR, cross_entropy)
-        return metrics.get(LOSS, (0.0,))[0], metrics[GRAD_NORM][0]
-
-    ours = partial(step_of, num_own)
+    parts = parts_of(plans, sequences, dp_rank)
+    rows = [trainer._pack(batch) for part in parts for batch in part.micro_batches]
+    ours = step_of(trainer, parts, comparison.num_own)
+    other = comparison.other
 
     def with_less() -> tuple[float, float]:
         with without(other.removeprefix("without_"), trainer):
             return ours()
 
-    contenders: dict[str, Callable[[], tuple[float, float]]] = {"megarl": ours}
+    theirs: Callable[[], tuple[float, float]] = with_less
     if other == "bare":
+        from scripts.bench.train_bare import Bare
+
         bare = Bare(recipe, shape, layout, rank, trainer.params())
-        contenders[other] = lambda: bare.step(rows, LR)
+        theirs = partial(bare.step, rows, LR)
+    elif comparison.plain:
+        theirs = step_of(with_other_keys(meet, comparison.plain, trainer), parts)
     elif other == "whole_pass":
-        contenders[other] = partial(step_of, 0)
+        theirs = step_of(trainer, parts, num_own=0)
     elif other == "fixed_cp":
         fixed_parts = parts_of(plan_of(layout.max_cp), sequences, dp_rank, layout.max_cp)
-        contenders[other] = partial(step_of, num_own, fixed_parts)
-    else:
-        contenders[other] = with_less
-    seconds = timed(contenders, steps)
+        theirs = step_of(trainer, fixed_parts, comparison.num_own)
+    seconds = timed({"megarl": ours, other: theirs}, steps)
     kept = {name: times[WARM_UP:] for name, times in seconds.items()}
     tokens = sum(update.tokens for update in plans)
     total = sum(work_of(len(sequence.token_ids_T)) for sequence in sequences)
@@ -326,6 +368,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp-auto", action="store_true", help="rows split by their length")
     parser.add_argument("--updates", type=int, default=4, help="of a step with --old-logprobs")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("keys", nargs="*", help="of the recipe: train.a.b=c")
+
+
+def comparison_of(args: argparse.Namespace, plain: Recipe) -> Comparison:
+    """What the options compare megarl's step with; plain: the recipe without keys."""
+    if args.keys:
+        return Comparison("without_keys", plain=plain)
+    if args.cp_auto:
+        return Comparison("fixed_cp")
+    if args.old_logprobs:
+        num_own = 1 if args.old_logprobs == "train" else args.updates
+        return Comparison("whole_pass", args.updates, num_own)
+    return Comparison(f"without_{args.without}" if args.without else "bare")
+
+
+def overlay_of(keys: Sequence[str]) -> dict[str, Any]:
+    """The tree of `a.b=c`, whose values are YAML."""
+    tree: dict[str, Any] = {}
+    for key in keys:
+        names, _, value = key.partition("=")
+        *branches, leaf = names.split(".")
+        branch = tree
+        for name in branches:
+            branch = branch.setdefault(name, {})
+        branch[leaf] = yaml.safe_load(value)
+    return tree
 
 
 def main() -> None:
@@ -339,18 +407,14 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.layers, args.hidden, args.vocab)
-        recipe = make_recipe(folder, args)
+        plain = make_recipe(folder, args)
+        recipe = overlaid(plain, overlay_of(args.keys))
+        if resolve(recipe).policy.layout != resolve(plain).policy.layout:
+            parser.error("the keys change the layout, which both steps have to share")
         sequences = make_sequences(args.samples, args.longest, args.vocab)
-        other = f"without_{args.without}" if args.without else "bare"
-        updates = num_own = 1
-        if args.cp_auto:
-            other = "fixed_cp"
-        elif args.old_logprobs:
-            other = "whole_pass"
-            updates = args.updates
-            num_own = 1 if args.old_logprobs == "train" else updates
-        result = run_world(args.gpus, work, recipe, sequences, args.steps, other, updates, num_own)
-        row = figures(result, args.gpus, other)
+        comparison = comparison_of(args, plain)
+        result = run_world(args.gpus, work, recipe, sequences, args.steps, comparison)
+        row = figures(result, args.gpus, comparison.other)
     print(
         json.dumps(row)
         if args.json

@@ -2,8 +2,9 @@
 
 Adam moves a weight by about the learning rate however small its gradient is. Where a gradient is zero but for rounding
 (a token's embedding that no loss depends on, a key's bias that cancels in the softmax), the CPU's instructions decide
-in which direction. So weights of two worlds are not compared: their gradients are, before the optimizer sees them, and
-each world's weights with those that torch's AdamW makes of its own gradients.
+in which direction. So the gradients of two worlds are compared, before the optimizer sees them, and each world's
+weights with those that torch's AdamW makes of its own gradients. The weights of two worlds are compared where gradients
+are large.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.precision import ROUNDING_OF_BFLOAT16, within
+from tests.parallel.precision import ROUNDING_OF_BFLOAT16, dtype, within
 from tests.parallel.worlds import (
     Rectangle,
     assemble,
@@ -42,8 +43,10 @@ FIRST = within(1e-4)
 # A tensor's gradient at a later step may differ by this part of its norm: Adam has turned some rounding into weights.
 LATER = within(1e-3)
 # A weight may differ after the steps by this part of the sum of their learning rates, where each step's gradient is
-# larger than LARGE of its tensor's root mean square. There the layouts differ by 1e-4 at most, elsewhere by up to 1e-2.
-MOVED, LARGE = within(1e-3), 0.03
+# larger than LARGE of its tensor's root mean square. There the layouts differ by 1e-3 at most.
+MOVED, LARGE = within(1e-2), 0.03
+# Of all elements, how many have gradients as large as that in every one of three steps.
+MOST = 0.75
 
 
 @dataclass
@@ -154,11 +157,22 @@ def check_learning(
     ranks: Sequence[Learning[list[Rectangle]]],
     reference: Sequence[Learning[list[Rectangle]]],
     earlier: Sequence[Learning[list[Rectangle]]] = (),
+    least: float = MOST,
 ) -> None:
-    """Assert that two worlds learnt the same; earlier: the steps of a world that both of them resumed."""
+    """Assert that two worlds learnt the same.
+
+    earlier: the steps of a world that both of them resumed. least: as of `check_moved`.
+    """
     learning, expected = whole(ranks), whole(reference)
     check_gradients(learning.gradients, expected.gradients)
-    check_weights(resumed(whole(earlier), learning) if earlier else learning)
+    if earlier:
+        before = whole(earlier)
+        learning = resumed(before, learning)
+        expected = resumed(before, expected)
+    check_weights(learning)
+    # in bfloat16 some tokens go to other experts, which turns some gradients around
+    if dtype() == "float32":
+        check_moved(learning, expected, least)
     assert learning.after and expected.after and learning.after.keys() == expected.after.keys()
     # moved by other rules (router biases), or frozen
     for tensor in learning.after.keys() - learning.gradients[0].keys():
@@ -198,21 +212,23 @@ def check_gradients(mine: Sequence[Tensors], expected: Sequence[Tensors]) -> Non
             )
 
 
-def check_moved(mine: Learning[Tensors], expected: Learning[Tensors]) -> None:
+def check_moved(mine: Learning[Tensors], expected: Learning[Tensors], least: float = MOST) -> None:
     """Compare the weights after the steps where the gradient is large in each of them; there rounding decides nothing.
 
-    Raises AssertionError with the tensor, or where less than three quarters of the elements can be compared.
+    Raises AssertionError with the tensor, or where not more than `least` of the elements can be compared.
     """
     assert mine.after and expected.after
-    compared, tolerance = 0, MOVED * sum(expected.rates)
-    for name, values in expected.after.items():
+    compared = 0
+    tolerance = MOVED * sum(expected.rates)
+    for name in expected.gradients[0]:
+        values = expected.after[name]
         sizes = [np.abs(step[name]) for step in expected.gradients]
         large = np.all([size > LARGE * root_mean_square(size) for size in sizes], axis=0)
         compared += np.count_nonzero(large)
         np.testing.assert_allclose(
             mine.after[name][large], values[large], rtol=1e-6, atol=tolerance, err_msg=name
         )
-    assert compared > 0.75 * sum(map(np.size, expected.after.values()))
+    assert compared > least * sum(map(np.size, expected.gradients[0].values()))
 
 
 def root_mean_square(values: np.ndarray) -> float:

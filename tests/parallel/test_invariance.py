@@ -205,4 +205,5 @@ def test_a_sequences_objective_equals_one_ranks(
             assert rank["nothing"].get(stat, value) == value, (
                 "where nothing is kept, nothing is learnt"
             )
-    check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])
+    # every other step is of one sample, which has few of the tokens
+    check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]], least=0.5)

@@ -22,7 +22,7 @@ from tests.parallel.gradients import (
     uneven_part,
 )
 from tests.parallel.precision import within
-from tests.parallel.test_parity import FLEX, RECOMPUTE, in_nodes_of_two, in_pairs
+from tests.parallel.test_parity import FLEX, RECOMPUTE, STEPS, in_nodes_of_two, in_pairs
 from tests.parallel.worlds import (
     assigned,
     numbers,
@@ -39,13 +39,23 @@ EXPERTS = 8
 TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4}
 MOE_LAYERS = {"qwen3-moe": 4, "deepseek-v3": 3}
 ONE_RANK = TrainLayout(1, 1, 1, 1)
+# layout, keys of train
 LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
-    "tp2 vpp2 ep2, full recompute": (TrainLayout(4, 2, 2, 2, vpp=2), RECOMPUTE["full"]),
-    "tp2 cp2 ep4, selective recompute": (TrainLayout(4, 2, 1, 4, cp=2), RECOMPUTE["selective"]),
-    "tp2 vpp2 cp2 ep2": (TrainLayout(8, 2, 2, 2, cp=2, vpp=2), {}),
-    "cp auto ep4, selective recompute": (
+    "tp2 vpp2 ep2, full recompute": (
+        TrainLayout(4, 2, 2, 2, vpp=2),
+        {"megatron": RECOMPUTE["full"], "ddp": {"overlap_grad_reduce": True, "bucket_size": 5_000}},
+    ),
+    "tp2 cp2 ep4, selective recompute": (
+        TrainLayout(4, 2, 1, 4, cp=2),
+        {"megatron": RECOMPUTE["selective"]},
+    ),
+    "tp2 vpp2 cp2 ep2, shared experts beside": (
+        TrainLayout(8, 2, 2, 2, cp=2, vpp=2),
+        {"megatron": {"moe_shared_expert_overlap": True}},
+    ),
+    "cp auto ep4, recompute by part": (
         TrainLayout(4, 1, 1, 4, max_cp=4),
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
+        {"recompute": {"core_attn": 1, "layernorm": 1, "mla_up_proj": 1, "shared_experts": 1}},
     ),
     "tp2 vpp2 ep2, passes in pairs": (TrainLayout(4, 2, 2, 2, vpp=2), {}),
 }
@@ -67,7 +77,7 @@ def sampled(family: str) -> list[TrainSequence]:
 
 
 def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
-    """Two steps in which every pass takes the engine's experts."""
+    """Steps in which every pass takes the engine's experts."""
     from megarl.training.routing_statistics import DIFFERING_SHARE
 
     sequences, at = sampled(family), trainer.layout.coords(trainer.rank)
@@ -76,7 +86,7 @@ def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     part = world_part(micro_batches, sequences, DENOMINATOR, choices=choices)
     diffs = trainer._replay_diffs(part)
     with recorded(trainer) as learning:
-        taken = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
+        taken = [trainer.train_step(part, LR, weighted_loss) for _ in range(STEPS)]
     metrics, choices = [numbers(step) for step in taken], [step[DIFFERING_SHARE] for step in taken]
     return {"gaps": numbers(diffs), "metrics": metrics, "choices": choices, "learning": learning}
 
@@ -115,8 +125,8 @@ def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -
     [
         ("qwen3-moe", "tp2 vpp2 ep2, full recompute"),
         ("deepseek-v3", "tp2 cp2 ep4, selective recompute"),
-        ("deepseek-v3", "tp2 vpp2 cp2 ep2"),
-        ("deepseek-v3", "cp auto ep4, selective recompute"),
+        ("deepseek-v3", "tp2 vpp2 cp2 ep2, shared experts beside"),
+        ("deepseek-v3", "cp auto ep4, recompute by part"),
         ("deepseek-v3", "tp2 vpp2 ep2, passes in pairs"),
     ],
     indirect=["family"],
@@ -130,9 +140,9 @@ def test_the_engines_experts_in_every_layout(
     recomputed; replay under CUDA graphs of Megatron. To check first: the replay test; no captured graph around a
     router.
     """
-    layout, options = LAYOUTS[name]
+    layout, keys = LAYOUTS[name]
     work = replay_in_pairs if name in IN_PAIRS else replay_engine
-    ranks = run_world(recipe(path, layout, aux_loss=0.02, megatron=options), work, family)
+    ranks = run_world(recipe(path, layout, aux_loss=0.02, **keys), work, family)
     for metrics, expected in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
         assert metrics == pytest.approx(expected, rel=within(1e-4))
     for choices, expected in zip(ranks[-1]["choices"], one_rank["choices"], strict=True):

@@ -41,7 +41,7 @@ pytestmark = [
     ),
 ]
 
-ONE_RANK = TrainLayout(1, 1, 1, 1)
+ONE_RANK, TP2_EP2 = TrainLayout(1, 1, 1, 1), TrainLayout(2, 2, 1, 2)
 STEPS = 3
 GROUPS, SAMPLES, MICRO_BATCHES = 4, 5, 2
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -132,8 +132,8 @@ def replay(trainer: Any) -> dict[str, Any]:
     """Experts are recorded in one pass and replayed in the steps."""
     from megarl.parallel.routing import Choices
 
-    sequences = samples()
-    micro_batches = assign(sequences, 0, 1, MICRO_BATCHES)
+    at = trainer.layout.coords(trainer.rank)
+    micro_batches = assign(samples(), at.dp, trainer.layout.dp, MICRO_BATCHES)
     choices = [Choices(is_recording=True) for _ in micro_batches]
     trainer.token_outputs(micro_batches, choices)
     for choice in choices:
@@ -145,10 +145,10 @@ def test_replayed_experts(one_rank: dict[str, Any]) -> None:
     """Those of a shared token count as often as samples have it."""
     path, _ = one_rank["deepseek-v3"]
     results = [
-        run_world(recipe(path, ONE_RANK, aux_loss=0.02, share_prefixes=shares), replay)
-        for shares in (True, False)
+        run_world(recipe(path, layout, aux_loss=0.02, share_prefixes=shares), replay)
+        for layout, shares in ((TP2_EP2, True), (ONE_RANK, False))
     ]
-    check(results[0], ONE_RANK, results[1][0])
+    check(results[0], TP2_EP2, results[1][0])
 
 
 def train_adapters(trainer: Any) -> dict[str, Any]:
@@ -159,10 +159,10 @@ def train_adapters(trainer: Any) -> dict[str, Any]:
 def test_adapters(one_rank: dict[str, Any]) -> None:
     path, _ = one_rank["qwen3-moe"]
     results = [
-        run_world(lora_recipe(path, ONE_RANK, share_prefixes=shares), train_adapters)
-        for shares in (True, False)
+        run_world(lora_recipe(path, layout, share_prefixes=shares), train_adapters)
+        for layout, shares in ((TP2_EP2, True), (ONE_RANK, False))
     ]
-    check(results[0], ONE_RANK, results[1][0])
+    check(results[0], TP2_EP2, results[1][0])
 
 
 def learn_as_planned(trainer: Any) -> list[Any]:
@@ -237,6 +237,6 @@ def test_a_critics_values(tmp_path: Path) -> None:
         run_ranks(
             layout.world_size, learn_values, recipe(path, layout, share_prefixes=shares, **LOSSES)
         )
-        for layout, shares in ((TrainLayout(2, 2, 1, 2), True), (ONE_RANK, False))
+        for layout, shares in ((TP2_EP2, True), (ONE_RANK, False))
     ]
-    check(results[0], TrainLayout(2, 2, 1, 2), results[1][0])
+    check(results[0], TP2_EP2, results[1][0])

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 ONE_RANK = TrainLayout(1, 1, 1, 1)
 LAYOUTS = {"tp2 pp2 ep2": TrainLayout(4, 2, 2, 2), "vpp2 dp2": TrainLayout(4, 1, 2, 1, vpp=2)}
-STEPS = 2
+STEPS = 3
 
 
 def policy_weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -139,7 +139,8 @@ def test_a_critic_learns_in_every_layout_what_one_rank_does(
                 np.testing.assert_allclose(value_T, expected_T, atol=1e-4)
         for metrics, reference in zip(result["metrics"], expected["metrics"], strict=True):
             assert metrics == pytest.approx({key: reference[key] for key in metrics}, rel=1e-4)
-    check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
+    # a head of zeros gives the adapters no gradient in the first step
+    check_learning([rank["learning"] for rank in ranks], [expected["learning"]], least=0.0)
 
 
 def score(rank: int, meet: Address, made: Any) -> Any:

@@ -12,6 +12,7 @@ from tests.gpu.simulated import cuda
 cuda.install()
 
 import tests.gpu.rank as of_device  # noqa: E402 - megarl decides for the GPU when it is imported
+from megarl.cpu.megatron_patches import send_to_experts_without_deepep  # noqa: E402
 from megarl.model.lora_pairs import is_factor  # noqa: E402
 from megarl.parallel import model, rank_model  # noqa: E402
 
@@ -19,7 +20,7 @@ HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 
 class SimulatedRank(of_device.Rank):
-    """As its base. In float32 too: TransformerEngine's own attention, which refuses it, is replaced.
+    """As its base. In float32 too: TransformerEngine's own attention, which refuses it, is replaced, as is DeepEP.
 
     has_engines_attributes: the attributes for TP are first set as TransformerEngine 2.14 leaves them, where it is not
     there to do so.
@@ -31,6 +32,7 @@ class SimulatedRank(of_device.Rank):
             _prepare_engine()
         if has_engines_attributes:
             _set_as_the_engine()
+        send_to_experts_without_deepep()
         super().__init__(**given)
 
     def has_engine(self) -> bool:

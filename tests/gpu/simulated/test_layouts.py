@@ -118,6 +118,22 @@ def test_a_layout_learns_what_one_rank_on_the_cpu_does(
         check_step(step, of_cpu, layout)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", SETTINGS)
+def test_ranks_with_megatrons_flex_dispatcher_learn_what_one_rank_on_the_cpu_does(
+    paths: dict[str, Path], on_cpu: Any, family: str
+) -> None:
+    """Above DeepEP's stand-in: Megatron's own code for tensors of a GPU, on its streams."""
+    layout, expected = LAYOUTS["ep2"], on_cpu(family, "weights")
+    options = {**SETTINGS[family], **axes(layout), "dtype": "float32"}
+    flex = {"moe_token_dispatcher_type": "flex"}
+    with world(paths[family], layout.world_size, megatron=flex, **options) as ranks:
+        assert set(ranks.ask("device")) == {"cuda"}
+        assert ranks.ask("dispatchers") == [["MoEFlexTokenDispatcher"]] * layout.world_size
+        for of_cpu in expected["steps"]:
+            check_step(ranks.ask("step"), of_cpu, layout)
+
+
 def check_attributes(ranks: list[dict[str, list[Any]]], layout: TrainLayout) -> None:
     """By what the ranks hold: the first two are neighbours in TP, and hold a weight that is not split alike."""
     if layout.tp == 1:

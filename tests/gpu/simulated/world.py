@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,12 @@ def axes(layout: TrainLayout) -> dict[str, Any]:
 
 
 @contextmanager
-def world(path: Path, gpus: int, **given: Any) -> Iterator[World]:
-    """A world of simulated ranks; given: of SimulatedRank."""
+def world(
+    path: Path, gpus: int, megatron: Mapping[str, Any] | None = None, **given: Any
+) -> Iterator[World]:
+    """A world of simulated ranks; megatron: options beside those that such a rank needs; given: of SimulatedRank."""
     store = device.host_store(TIMEOUT_S)
-    megatron = WITHOUT_TRITON if "deepseek" in path.name else {"moe_permute_fusion": False}
+    needed = WITHOUT_TRITON if "deepseek" in path.name else {"moe_permute_fusion": False}
     with ExitStack() as stack:
         children = [
             Child(
@@ -66,7 +68,7 @@ def world(path: Path, gpus: int, **given: Any) -> Iterator[World]:
                 rank=rank,
                 gpus=gpus,
                 meet=list(device.address_of(store)),
-                megatron=megatron,
+                megatron={**needed, **(megatron or {})},
                 **given,
             )
             for rank in range(gpus)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scripts.bench.benches import figures
+from tests.scripts.bench.benches import figures, refusal
 
 
 @pytest.mark.slow
@@ -27,3 +27,10 @@ def test_a_run_on_two_ranks() -> None:
     assert by_length["fixed_cp_tokens_per_s"] > 0
     uncompared = figures("train", f"{small} --gpus 2 --without comparison")
     assert uncompared["without_comparison_tokens_per_s"] > 0
+    again = figures("train", f"{small} --pp 2 --gpus 2 train.recompute.layer=1")
+    assert again["without_keys_tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_keys_of_the_layout_are_refused() -> None:
+    assert "the keys change the layout" in refusal("train", "--gpus 2 train.tp=2")
