@@ -21,7 +21,7 @@ from typer import Argument, Option, Typer
 
 from megarl.cluster.processes import note_sigusr1, raise_on_sigterm
 from megarl.cluster.supervisor import in_child, let_be_supervised
-from megarl.collector import collector_paused
+from megarl.commands import launching
 from megarl.commands.completion import complete_key, complete_override
 from megarl.commands.outcome import ended, run_recipe, run_recipe_with_ray
 from megarl.commands.output import check_picture, last_word, leave_at_once, say_all
@@ -92,12 +92,12 @@ def train(
     run: Callable[[Recipe], None]
     if dry_run:
         other = "--resume" if resume else from_samples
-        sys.exit(run_recipe(recipe, overrides, partial(_dry_run, other=other)))
+        sys.exit(run_recipe(recipe, overrides, partial(launching.dry_run, other=other)))
     if from_samples:  # that writes no checkpoints
-        run = partial(_train_from, samples=from_samples, resume=resume)
+        run = partial(launching.train_from, samples=from_samples, resume=resume)
     else:
         note_sigusr1()
-        run = partial(_train, resume=resume)
+        run = partial(launching.train, resume=resume)
     sys.exit(run_recipe_with_ray(recipe, overrides, run))
 
 
@@ -114,7 +114,7 @@ def rollout(
     """Sample and score a recipe's prompts into a file, and train nothing."""
     if steps is not None:
         overrides = [*(overrides or []), f"run.steps={steps}"]
-    sys.exit(run_recipe_with_ray(recipe, overrides, partial(_rollout, out=out)))
+    sys.exit(run_recipe_with_ray(recipe, overrides, partial(launching.rollout, out=out)))
 
 
 @app.command()
@@ -144,7 +144,7 @@ def plan(
     def run(recipe: Recipe) -> None:
         if picture:
             check_picture(picture, is_search=search is not None)
-        _advise(recipe)
+        launching.advise(recipe)
         from megarl.commands.plan_report import draw_picture, planned, searched
 
         if search:
@@ -378,7 +378,7 @@ def doctor(
                 "install it as requirements/gpu.txt names it",
             ) from error
 
-        report = examine(loaded, errors, out if measure else None, port or (), _tell)
+        report = examine(loaded, errors, out if measure else None, port or (), launching.tell)
         say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
@@ -427,85 +427,6 @@ def schema(
         say_all(schema_text(is_overlay=overlay))
 
     sys.exit(ended(run))
-
-
-def _tell(line: object) -> None:
-    show(f"megarl: {line}", sys.stderr)
-
-
-def _advise(recipe: Recipe) -> None:
-    """Print on stderr which keys nothing reads and which values are probably not meant; the command continues."""
-    from megarl.preflight.notes import recipe_notes
-
-    for line in recipe_notes(recipe):
-        _tell(line)
-
-
-def _train(recipe: Recipe, *, resume: bool) -> None:
-    _advise(recipe)
-    from megarl.preflight.checks_by_command import check
-
-    inputs = check(recipe)
-
-    from megarl.controller.loop import train as train_recipe
-    from megarl.controller.resuming import find
-    from megarl.tracking.run_log import RunLog
-
-    start = find(recipe, inputs.prompts, show) if resume else None
-    if start and start.step >= recipe.run.steps:
-        show(f"{start.folder} is the end of the run: run.steps is {recipe.run.steps}")
-        return
-    step = start.step if start else -1
-    with RunLog(recipe, resume=resume, step=step, can_drain=True) as log:
-        for note in inputs.notes:
-            log.say(note)
-        train_recipe(recipe, inputs, log, start)
-
-
-def _dry_run(recipe: Recipe, *, other: str | Path | None) -> None:
-    if other:
-        raise UserError(
-            "--dry-run", f"nothing is launched, and {other} says how", "leave one of them out"
-        )
-    with collector_paused():  # modules and prompts are no garbage
-        _advise(recipe)
-        from megarl.commands.dry_run import dry_run
-
-        dry_run(recipe, show)
-
-
-def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
-    if resume:
-        raise UserError(
-            "--resume",
-            "training on a file begins with the weights of model.path",
-            "leave one of them out",
-        )
-    _advise(recipe)
-    from megarl.preflight.checks_by_command import check_samples
-
-    file = check_samples(recipe, samples)
-
-    from megarl.commands.sample_files import train_from
-    from megarl.tracking.run_log import RunLog
-
-    with RunLog(recipe) as log:
-        train_from(recipe, file, log)
-
-
-def _rollout(recipe: Recipe, *, out: Path) -> None:
-    _advise(recipe)
-    from megarl.preflight.checks_by_command import check_rollout
-
-    inputs = check_rollout(recipe, out)
-
-    from megarl.commands.sample_files import roll_out
-    from megarl.tracking.run_log import RunLog
-
-    with RunLog(recipe) as log:
-        for note in inputs.notes:
-            log.say(note)
-        roll_out(recipe, inputs, log, out)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli
+from megarl.commands import launching
 from megarl.commands.outcome import run_recipe
 from megarl.commands.version import version_lines
 from megarl.config import Recipe
@@ -42,6 +42,7 @@ def imported(arguments: list[str], modules: tuple[str, ...]) -> tuple[Done, list
     program = f"""
 import sys
 from megarl import cli
+from megarl.commands import launching
 try:
     cli.app({arguments!r})
 except SystemExit as end:
@@ -92,13 +93,16 @@ def test_what_keeps_one_side_of_a_run_from_running_alone_is_told_before_it_start
         "rollout.phase_tokens: 2",
     ]
     for run, starts in (
-        (partial(cli._rollout, out=old), [*errors, f"--out {old}: it is there already"]),
+        (partial(launching.rollout, out=old), [*errors, f"--out {old}: it is there already"]),
         (
-            partial(cli._rollout, out=tmp_path / "no" / "f"),
+            partial(launching.rollout, out=tmp_path / "no" / "f"),
             [*errors, f"--out {tmp_path}/no/f: {tmp_path}/no is not a"],
         ),
-        (partial(cli._train_from, samples=old, resume=False), [*errors, f"{old}: not a complete"]),
-        (partial(cli._train_from, samples=old, resume=True), ["--resume: "]),
+        (
+            partial(launching.train_from, samples=old, resume=False),
+            [*errors, f"{old}: not a complete"],
+        ),
+        (partial(launching.train_from, samples=old, resume=True), ["--resume: "]),
     ):
         assert run_recipe(QUICKSTART, keys, run) == 2
         lines = capsys.readouterr().err.splitlines()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli
+from megarl.commands import launching
 from megarl.commands.outcome import run_recipe
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
@@ -155,7 +155,7 @@ def test_the_command_says_so_on_stderr_and_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(recipe: Recipe) -> None:
-        cli._advise(recipe)
+        launching.advise(recipe)
         print("goes on")
 
     assert run_recipe(QUICKSTART, ["critic.lr=1e-5"], run) == 0
