@@ -252,9 +252,7 @@ def _await_moment(run: Attack, fault: Fault) -> int | None:
 
 def _tells(text: str) -> bool:
     """Whether a line tells of a process that is lost, or of another fault."""
-    words = (
-        r"started anew|go on from|goes back|begins again|is repeated|WorkerFailed|its process died"
-    )
+    words = r"started anew|are ended|go on from|goes back|begins again|is repeated|WorkerFailed|its process died"
     return bool(re.search(rf"{words}|without the checkpoint|wait in memory|megarl: ", text))
 
 

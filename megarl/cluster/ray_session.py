@@ -63,7 +63,7 @@ class Cluster(Calls):
         self._num_spares = spare_nodes
         self._faults = NodeFaults(say)
         self.loss_log = losses or Losses()
-        self._say = say
+        self.say = say
         # of all workers that there have been, also those whose slots are on another node now
         self._homes: dict[Worker, ReservedNode] = {}
         self._unstarted: set[Worker] = set()  # whose processes never came up, and were reported
@@ -85,7 +85,7 @@ class Cluster(Calls):
         self._not_ours = {process.pid for process in processes.descendants()}
         if count := remove_dead(SESSION_PREFIX, SESSION_PARENT):
             folders = "folder" if count == 1 else "folders"
-            self._say(f"removed {count} temporary {folders} of sessions that were killed")
+            self.say(f"removed {count} temporary {folders} of sessions that were killed")
         self._folder = SessionFolder(SESSION_PREFIX, SESSION_PARENT)
         self._tmpdir = os.environ.get("TMPDIR")
         # the files of a killed worker are removed with the session
@@ -121,7 +121,7 @@ class Cluster(Calls):
 
     def _begin(self) -> None:
         # Ray's folder is open to everyone, its parent only to this user.
-        start_ray(self._gpus, self._folder.path / "ray", self._say, self._not_ours)
+        start_ray(self._gpus, self._folder.path / "ray", self.say, self._not_ours)
 
     def _join(self) -> None:
         address = os.environ["RAY_ADDRESS"]
@@ -218,7 +218,7 @@ class Cluster(Calls):
         for node in self._dead():
             spare = self.replace_node(node.address)
             self._faults.note(node, "fault", "it died")
-            self._say(f"node {node.address} has died: its slots are on node {spare} from now on")
+            self.say(f"node {node.address} has died: its slots are on node {spare} from now on")
 
     def worker(
         self,

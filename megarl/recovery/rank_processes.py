@@ -97,6 +97,9 @@ class RankProcesses:
         if not isinstance(cause, WorkerFailed):
             cause = WorkerFailed(str(cause), str(cause), worker.name)
         self.loss = RankLoss(worker.name, worker.slot, kind, cause, self._role.trains)
+        if kind == "hang":
+            # it may be on a node that does not answer: ending what is there takes a while
+            self._cluster.say(f"{cause}; the ranks are ended")
         self._cluster.end_all(self.workers)
 
     def discard(self) -> None:
