@@ -91,7 +91,9 @@ def packaging_lists() -> tuple[list[str], dict[str, list[str]]]:
 def asked_for(*extras: str) -> list[str]:
     """What setup.py asks for, with these extras beside those for every device."""
     core, lists = packaging_lists()
-    return core + [text for name in (*extras, "report", "search", "trackers", "dev") for text in lists[name]]
+    return core + [
+        text for name in (*extras, "report", "search", "trackers", "dev") for text in lists[name]
+    ]
 
 
 def test_the_reader_of_locks_takes_nothing_but_exact_versions() -> None:
