@@ -60,6 +60,7 @@ DOORS = {  # library -> the only places that import it
         "megarl.cluster.ray_session",
         "megarl.cluster.actor",
         "megarl.cluster.calls",
+        "megarl.cluster.fetching",
         "megarl.cluster.local_ray",
         "megarl.cluster.node_slots",
     },

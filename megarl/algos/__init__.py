@@ -89,6 +89,11 @@ class Algorithm:
         return self.surrogate is not None and self.surrogate is not reinforce
 
     @property
+    def has_sequence_ratio(self) -> bool:
+        """Whether that ratio is of a whole sequence and not of a token."""
+        return self.surrogate is sequence_clipped
+
+    @property
     def learns_from(self) -> Literal["rewards", "demonstrations"]:
         if self.surrogate:
             return "rewards"

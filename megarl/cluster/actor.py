@@ -8,7 +8,7 @@ import math
 import os
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -40,7 +40,11 @@ _ERROR_LETTERS = 20_000
 # RAY_max_direct_call_object_size: a smaller result comes with the answer to its call
 _DIRECT_BYTES = 100 * 1024
 _NO_THREAD = "can't start new thread"  # CPython's words
-_FETCH_S = 10.0  # for an error of another node
+_EARLIEST = 0.9  # of a period
+_MOST_PERIODS = 2  # that count between two looks
+_FETCH_S = (
+    3.0  # for an error of another node, which may be cut off: nobody looks at the workers meanwhile
+)
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 _CALLS = 2**20
 # between two heartbeats of all workers there is so much for each: asking takes this process a fiftieth of it
@@ -349,8 +353,8 @@ def is_loss(error: Exception) -> bool:
 class Pulses:
     """Sends each worker a heartbeat request once a period, and counts for how long it has not answered.
 
-    Silence is counted in periods in which this process itself was running: if a laptop or Slurm suspends everything
-    at once, no worker counts as silent. Heartbeats are answered during calls, however long these take.
+    Between two looks at most two periods count: if a laptop or Slurm suspends everything at once, no worker counts as
+    silent. Heartbeats are answered during calls, however long these take.
     """
 
     def __init__(self, bound_s: float, period_s: float = 10.0) -> None:
@@ -359,7 +363,7 @@ class Pulses:
         self._deadline = Deadline(bound_s)
         self._looked_at = -math.inf
         self._asked: dict[Worker, Ref] = {}
-        self._missed: Counter[Worker] = Counter()
+        self._silent_s: defaultdict[Worker, float] = defaultdict(float)
         # process ids of the workers that have ever answered, dead or alive
         self.pids: dict[Worker, int] = {}
         # those that had started when they answered
@@ -369,10 +373,15 @@ class Pulses:
 
     def look(self, workers: Sequence[Worker]) -> None:
         """Once a period, count the missing answers and ask again."""
-        if time.monotonic() - self._looked_at < max(self._period_s, _PULSE_S * len(workers)):
+        now = time.monotonic()
+        passed_s = now - self._looked_at
+        period_s = max(self._period_s, _PULSE_S * len(workers))
+        # who looks once a period may be a little early, which must not cost a whole one
+        if passed_s < _EARLIEST * period_s:
             return
-        self._looked_at = time.monotonic()
-        self._missed.update(self.unanswered())
+        self._looked_at = now
+        for worker in self.unanswered():
+            self._silent_s[worker] += min(passed_s, _MOST_PERIODS * period_s)
         self.ask(workers)
 
     def ask(self, workers: Sequence[Worker]) -> None:
@@ -385,7 +394,7 @@ class Pulses:
                 self._deadline.observe(self.silence_s(worker))
             if worker in self._asked and (worker.computes or worker not in self._started):
                 self._note_answer(worker)
-            self._missed[worker] = 0
+            self._silent_s[worker] = 0.0
             self._asked[worker] = worker.pulse()
 
     def _note_answer(self, worker: Worker) -> None:
@@ -414,8 +423,8 @@ class Pulses:
         return self.silence_s(worker) >= self._deadline.ceiling_s
 
     def silence_s(self, worker: Worker) -> float:
-        """For how long the worker has not answered, in whole periods."""
-        return self._missed[worker] * self._period_s
+        """For how long the worker has not answered, from one look to another."""
+        return self._silent_s[worker]
 
 
 @contextmanager

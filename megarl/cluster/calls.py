@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megarl.cluster import ray_environment  # noqa: F401  # isort: skip  (before Ray)
@@ -13,6 +14,7 @@ import ray.exceptions
 
 from megarl.cluster import processes
 from megarl.cluster.actor import Background, Pulses, Ref, Worker, answers, failure, is_loss
+from megarl.cluster.fetching import fetch, is_of_lost_result
 from megarl.cluster.stillness import GroupStillness
 from megarl.device import LOOPBACK
 from megarl.types import Silence, SilentFault, UserError
@@ -67,6 +69,9 @@ class Calls:
         # of the workers that compute
         self._stillness = GroupStillness(timeout_s)
         self._workers: list[Worker] = []
+        self._fetch = partial(
+            fetch, timeout_s=timeout_s, look=lambda: self._judge_silence(self._workers)
+        )
         # of the workers whose loss does not end the run
         self._owners: dict[Worker, OnLoss] = {}
         # why owners have ended workers, by the names of these
@@ -98,7 +103,7 @@ class Calls:
         """
         self.await_all(labels, among)
         try:
-            return ray.get(list(labels), timeout=self._timeout_s)
+            return self._fetch(list(labels))
         except ray.exceptions.RayError as error:  # a node has died, with results that it stored
             failures = self._failures(labels) or [("a worker's result", error)]
             raise reported(*min(failures, key=_severity)) from None
@@ -267,7 +272,7 @@ class Calls:
     def _fetched(self, ref: Ref, name: str) -> Any:
         """The result of a worker's call, or the exception by which it was lost with its node."""
         try:
-            return ray.get(ref, timeout=self._timeout_s)
+            return self._fetch(ref)
         except ray.exceptions.RayError as error:
             return reported(name, error)
 
@@ -483,18 +488,9 @@ def reported(name: str, cause: Exception) -> Exception:
         return cause
     if isinstance(cause, ray.exceptions.RayActorError):
         return WorkerFailed(f"{name}: its process died", str(cause), name)
-    if _is_of_lost_result(cause):
+    if is_of_lost_result(cause):
         problem = f"{name}: what another process had made for it is lost with its node"
         return ResultsLost(problem, str(cause), name)
     raised = getattr(cause, "cause", cause)
     last_line = str(raised).strip().splitlines()[-1:] or [""]
     return WorkerFailed(f"{name}: {type(raised).__name__}: {last_line[0]}", str(cause), name)
-
-
-def _is_of_lost_result(error: object) -> bool:
-    """Whether an error, or the one that it comes from, is that of an argument or a result that is nowhere any more."""
-    while error is not None:
-        if isinstance(error, ray.exceptions.ObjectLostError):
-            return True
-        error = getattr(error, "cause", None)
-    return False

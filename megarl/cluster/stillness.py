@@ -19,7 +19,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LEAST_CPU_SHARE = 0.03
 _LEAST_BYTES = 2**12
 # in a shorter time the work of a moment, which Ray's own threads do now and then, would count as progress
-_LEAST_LOOK_S = 5.0
+_LEAST_LOOK_S = 4.0
 # of a longer time between two looks the least one counts: the process itself may have been stopped
 _LONGEST_LOOK_S = 20.0
 _LEARNT_EVERY_S = 1.0

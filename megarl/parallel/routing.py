@@ -86,6 +86,11 @@ class Routing:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
+def load_of(layer: int) -> str:
+    """The name of the statistic [experts] that counts the tokens of a layer's experts; layers from 0."""
+    return f"load/{layer}"
+
+
 @dataclass(frozen=True)
 class _Tokens:
     """The N tokens of a micro-batch that a router sees on this rank."""
@@ -131,6 +136,7 @@ class Router(TopKRouter):
         self._tokens = self._see(len(logits))
         probs, choice = super().routing(logits)
         shared = self._shared
+        self._count_load(choice)
         if (
             shared.is_training
             and torch.is_grad_enabled()
@@ -138,6 +144,14 @@ class Router(TopKRouter):
         ):
             probs = MoEAuxLossAutoScaler.apply(probs, self._cost(logits.flatten(0, 1)))
         return probs, choice
+
+    def _count_load(self, choice_NE: Tensor) -> None:
+        """Count the tokens of each expert in an update; recomputation and multi-token prediction are left out."""
+        shared = self._shared
+        if shared.is_training and shared.row is not None and self.layer < self.config.num_layers:
+            with torch.no_grad():
+                load_E = (choice_NE * self._tokens.copies_N[:, None]).sum(0)
+            shared.count(load_of(self.layer), load_E)
 
     def _choose(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
+from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.loading import overlaid
 from megarl.plan.phased_rollout import PhasedRollout
@@ -39,13 +39,11 @@ def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -
     """
     name = recipe.algorithm.name
     rollout = recipe.rollout
-    is_refused = (
-        learns_from_answers(name)
-        or ALGORITHMS[name].greedy_baseline
-        or recipe.episode is not None
-        # which phases exclude
-        or recipe.algorithm.old_logprobs == "engine"
-    )
+    if learns_from_answers(name) or recipe.episode is not None:
+        return []
+    row = ALGORITHMS[name]
+    takes_engine = recipe.algorithm.old_logprobs == "engine"
+    is_refused = row.greedy_baseline or (takes_engine and row.has_sequence_ratio)
     if is_refused or rollout.max_response_tokens < max(_PHASES):
         return []
     now = try_phases(recipe)
@@ -71,8 +69,7 @@ def _sentence(recipe: Recipe, best: TriedPhases, gain: float) -> str:
         value = getattr(new, name)
         if value != old[name]:
             keys.append(f"{name} {'null' if value is None else value}")
-    is_off = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).rollout_correction == "off"
-    if is_off and (new.phase_tokens or new.ahead):
+    if (new.phase_tokens or new.ahead) and not recipe.algorithm.corrects_engine:
         keys.append("algorithm.rollout_correction tis")
     first, *others = keys
     if others:

@@ -25,6 +25,9 @@ from megarl.samples.buffer import num_phases, staleness_bound
 from megarl.types import IntArray
 
 _SEQUENCES = 256  # of a step that are simulated: of an engine with more, a part
+# Over fewer, a run that has sampled more since the first of them than it has trained on looks slow, and the opposite
+# one fast: phases and steps take turns, and few numbers of steps have whole ones.
+_STEPS = 24
 # prompts of a step of a part, and longest responses that its cache holds
 _LEAST_PROMPTS = 16
 _LEAST_LONGEST = 8
@@ -189,7 +192,9 @@ def phased_rollout(
     # Steps until the first of all ages is trained on.
     before = num_phases(recipe) - 1 + -(-in_flight // part_prompts) - 1 + rollout.ahead
     steps = phased_steps(sizes, _lengths_of(lengths, part, per_prompt), engine.run)
-    return _figures(recipe, speed, samples, list(islice(steps, before, 2 * before + 1)), part)
+    # all steps are alike where nothing is carried from one to the next
+    num_steps = _STEPS if before else 1
+    return _figures(recipe, speed, samples, list(islice(steps, before, before + num_steps)), part)
 
 
 def _part(prompts: int, per_prompt: int, limits: GroupLimits) -> _Part:

@@ -47,19 +47,38 @@ def phase_errors(roles: Roles) -> ErrorIterator:
             f"is set, and {name} compares the samples of a prompt with a greedy response of the same policy",
             "leave it out, or choose another algorithm.name",
         )
-    if hyperparameters.rollout_correction == "off":
-        yield UserError(
-            "algorithm.rollout_correction",
-            f"off, and with {key} earlier policies have sampled a part of the tokens",
-            f"set it to tis or icepop, or leave {key} out",
-        )
-    yield from _sequence_errors(key, hyperparameters)
+    yield from _correction_errors(key, name, hyperparameters)
     if rollout.ahead and not (roles.unshared_engines or rollout.engine.external):
         yield UserError(
             "rollout.ahead",
             "1, and every engine shares GPUs with other models, to which it gives the memory while they compute",
             "set it to 0, or give engines GPUs of their own: placement.first_engine_gpu, placement.train_gpus",
         )
+
+
+def _correction_errors(
+    phase_key: str, name: str, hyperparameters: Hyperparameters
+) -> ErrorIterator:
+    """The error of tokens of earlier policies that nothing corrects, or that the correction drops.
+
+    With the engine's log-probabilities as the old ones the ratio is to the policy that sampled a token, whichever that
+    was, and so corrects for it: but for the ratio of a whole sequence, whose clip range is that of one policy.
+    """
+    if hyperparameters.old_logprobs == "engine":
+        if ALGORITHMS[name].has_sequence_ratio:
+            yield UserError(
+                "algorithm.old_logprobs",
+                f"engine, and with {phase_key} the ratio of a whole sample, which {name} clips, is to several policies",
+                f"set it to train, or leave {phase_key} out",
+            )
+    elif hyperparameters.rollout_correction == "off":
+        yield UserError(
+            "algorithm.rollout_correction",
+            f"off, and with {phase_key} earlier policies have sampled a part of the tokens",
+            f"set it to tis or icepop, or leave {phase_key} out",
+        )
+    else:
+        yield from _sequence_errors(phase_key, hyperparameters)
 
 
 def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> ErrorIterator:

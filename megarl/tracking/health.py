@@ -19,6 +19,12 @@ _OVER_STEPS = 3
 _EQUAL = 1e-6  # a standard deviation of equal rewards, relative to them: rounding of their mean
 _ZERO_GRADIENT = 1e-10
 _FAR = 0.1  # nats a token between engine and trainer: half of the usual clip
+_GROWN = 5.0  # times the log-probability difference at the start
+_NEAR = 0.02  # nats a token between engine and trainer that no clip feels
+_OFTEN_TRUNCATED = 0.5
+_EXPLODED = 2.0  # times the length of responses at the start
+_OFTEN_IDLE = 0.5  # of a step
+_MANY_UNUSED = 0.05  # of all experts: with few tokens some have none by chance
 _ZERO_ENTROPY = 1e-4  # nats a token: the most likely token has a probability of 0.99999
 
 GROUPS = "reward/groups_without_variance"
@@ -28,6 +34,12 @@ ACCURACY = "reward/accuracy"
 GRADIENT = "train/grad_norm"
 ENTROPY = "train/entropy"
 DIFF = "rollout/logprob_diff_mean"
+TRUNCATED = "rollout/truncated"
+LENGTH = "rollout/response_length_mean"
+UNUSED_EXPERTS = "experts/unused"
+STEP_S = "time/step_s"
+IDLE_RANKS_S = "idle/ranks_s"
+IDLE_ENGINES_S = "idle/engines_s"
 
 
 @dataclass(frozen=True)
@@ -232,6 +244,74 @@ def _far_engine(now: Metrics, past: Past) -> str | None:
     return f"{problem}; {_NEARER}"
 
 
+def _grown_diff(now: Metrics, past: Past) -> str | None:
+    """The difference is several times that of the start, and not yet far: the engine's numerics do not change alone."""
+    typical = past.typical(DIFF)
+    if not (_NEAR <= now[DIFF] < _FAR and now[DIFF] >= _GROWN * typical):
+        return None
+    growth = f"{DIFF} has grown from {typical:.2g} to {now[DIFF]:.2g}"
+    return f"{growth}: the ratios of tokens are ever less the policy's own change; {_NEARER}"
+
+
+def _worse_policy(now: Metrics, past: Past) -> str | None:
+    """The mean reward is below that of the best step by more than samples deviate there and at the start."""
+    best = past.best
+    if not best or _has_no_variance(now):
+        return None
+    spread = max(best[STD], past.typical(STD))
+    if now[REWARD] > best[REWARD] - spread:
+        return None
+    rate = ""
+    if "train/lr" in now:
+        rate = f" ({now['train/lr']:g})"
+    fall = f"{REWARD} has fallen from {best[REWARD]:.3g} in step {best['step']:.0f} to {now[REWARD]:.3g}"
+    return f"{fall}: train.lr{rate} is probably too high, go back to a checkpoint of before with a third of it"
+
+
+def _truncated(now: Metrics, past: Past) -> str | None:
+    if now[TRUNCATED] < _OFTEN_TRUNCATED:
+        return None
+    problem = f"{now[TRUNCATED]:.0%} of the responses are cut off, and have no answer to reward"
+    return f"{problem}; raise rollout.max_response_tokens (of episodes episode.max_turns, episode.max_tokens)"
+
+
+def _exploded_length(now: Metrics, past: Past) -> str | None:
+    """Longer responses are welcome as long as more of them are right."""
+    length = past.typical(LENGTH)
+    accuracy = past.typical(ACCURACY)
+    if not (now[LENGTH] >= _EXPLODED * length and now[ACCURACY] <= accuracy):
+        return None
+    growth = f"{LENGTH} has grown from {length:.0f} to {now[LENGTH]:.0f}"
+    share = f"{ACCURACY} is {now[ACCURACY]:.0%}, at the start it was {accuracy:.0%}"
+    hint = "set algorithm.overlong_share, lower train.lr, or see samples for a reward that pays for length"
+    return f"{growth} tokens, and {share}; {hint}"
+
+
+def _dead_experts(now: Metrics, past: Past) -> str | None:
+    """More experts have no tokens than at the start, when the data used what it uses."""
+    unused = past.typical(UNUSED_EXPERTS)
+    if now[UNUSED_EXPERTS] < max(_MANY_UNUSED, 2 * unused):
+        return None
+    growth = f"{now[UNUSED_EXPERTS]:.0%} of the experts get no token in an update, at the start it was {unused:.0%}"
+    return f"{growth}: the router collapses; raise train.aux_loss, or lower train.lr"
+
+
+def _idle_ranks(now: Metrics, past: Past) -> str | None:
+    share = now[IDLE_RANKS_S] / now[STEP_S]
+    if share < _OFTEN_IDLE:
+        return None
+    hint = "set rollout.ahead to 1, or raise placement.gpus for more engines"
+    return f"GPUs that only train wait for {share:.0%} of a step ({IDLE_RANKS_S}); {hint}"
+
+
+def _idle_engines(now: Metrics, past: Past) -> str | None:
+    share = now[IDLE_ENGINES_S] / now[STEP_S]
+    if share < _OFTEN_IDLE:
+        return None
+    hint = "set rollout.ahead to 1, or raise placement.train_gpus"
+    return f"GPUs that only sample wait for {share:.0%} of a step ({IDLE_ENGINES_S}); {hint}"
+
+
 _NEARER = "set train.replay to r3, or algorithm.rollout_correction (which algorithm.old_logprobs engine excludes)"
 _SATURATED = "train.lr is probably too high and has saturated the probabilities, try a tenth of it"
 _MORE_ENTROPY = "lower train.lr, or raise algorithm.clip_high or algorithm.entropy_coefficient"
@@ -244,4 +324,11 @@ CONDITIONS = (
     Condition((ENTROPY, ACCURACY), _no_entropy),
     Condition((ENTROPY, ACCURACY), _collapsed_entropy, num_steps=3),
     Condition((DIFF,), _far_engine, of_rewards=False),
+    Condition((DIFF,), _grown_diff, num_steps=3, of_rewards=False),
+    Condition((REWARD, STD, ACCURACY), _worse_policy, num_steps=3),
+    Condition((TRUNCATED,), _truncated, num_steps=3),
+    Condition((LENGTH, ACCURACY), _exploded_length, num_steps=3),
+    Condition((UNUSED_EXPERTS,), _dead_experts, num_steps=3, of_rewards=False),
+    Condition((IDLE_RANKS_S, STEP_S), _idle_ranks, num_steps=3, of_rewards=False),
+    Condition((IDLE_ENGINES_S, STEP_S), _idle_engines, num_steps=3, of_rewards=False),
 )

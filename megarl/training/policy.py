@@ -25,12 +25,11 @@ from megarl.algos import (
 )
 from megarl.algos.losses import ENGINE_DIFFS, LossResult, policy_statistics, turn_diffs
 from megarl.algos.ratios import bounded
-from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
+from megarl.algos.statistics import Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.disk import writing
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.packing import PackedRow, unpack
-from megarl.parallel.pipeline import Norms
 from megarl.parallel.routing import Choices
 from megarl.placement.roles import (
     Role,
@@ -48,17 +47,13 @@ from megarl.training.batching import TokenValues, Update, refs_of, values_by_rea
 from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.training.merged_weights import MergedWeights
 from megarl.training.rank import TrainingRank, norms_of
+from megarl.training.routing_statistics import routing_statistics
 from megarl.training.row_diffs import RowDiffs, row_diffs
 from megarl.training.shares import HostChoices, Logprobs, UpdateShare, moved_to_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, regrouped
 from megarl.types.arrays import TokenArrays
-from megarl.types.tensors import NamedTensors
 
-_ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
-AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _ROUTING[:3])
-# of the replayed choices, those that are not the router's own
-DIFFERING_SHARE = Statistic("replay/differing_share")
 # |engine - trainer| logprob, of the first micro-batches
 REPLAY_DIFF = Statistic("replay/logprob_diff")
 FREE_DIFF = Statistic("replay/logprob_diff_without")  # the same without replay
@@ -312,7 +307,7 @@ class PolicyRank(TrainingRank):
         """One optimizer update on this data-parallel rank's micro-batches (as many as on every other rank).
 
         The gradient is that of the loss sums over all ranks / denominator. Returns grad_norm (before clipping) and the
-        statistics of `_routing_stats`, and on the last stage the loss, `policy_statistics` and the loss's statistics,
+        `routing_statistics`, and on the last stage the loss, `policy_statistics` and the loss's statistics,
         over all data-parallel ranks. Raises SilentFault as the guard of updates.
         """
 
@@ -344,7 +339,13 @@ class PolicyRank(TrainingRank):
             reported_logp = list(compress(share.old_logp or own_logp, reports))
             self._row_diffs.append(row_diffs(own_sequences, reported_logp))
         self._write_merged()
-        return statistics | self._routing_stats(routing_sums, share.norms)
+        return statistics | routing_statistics(
+            routing_sums,
+            share.norms,
+            self.shape,
+            self._model.moe_layers(),
+            trains_mtp=self._recipe.train.mtp_loss > 0,
+        )
 
     def _replay_diffs(self, share: UpdateShare) -> Statistics:
         """|engine - trainer| logprob with and without replay, over the first micro-batches' tokens to train on.
@@ -374,33 +375,6 @@ class PolicyRank(TrainingRank):
             )
         ]
         return groups.reduce_stats(statistics, self._copies(rows))
-
-    def _routing_stats(self, sums: NamedTensors, norms: Norms) -> Statistics:
-        """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
-        if not self.shape.num_experts:
-            return {}
-        values = torch.stack(
-            [torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64).cpu() for name in _ROUTING]
-        )
-        values = values.to(device.DEVICE)
-        dist.all_reduce(values)
-        totals: dict[str, float] = dict(zip(_ROUTING, values.tolist(), strict=True))
-        layers = len(self._model.moe_layers()) + self.shape.num_mtp_layers * bool(
-            self._recipe.train.mtp_loss
-        )
-        units = {
-            AUX_LOSS: norms.tokens * layers,
-            Z_LOSS: norms.tokens * layers,
-            MTP_LOSS: norms.loss_tokens,
-        }
-        stats: Statistics = {
-            statistic: (totals[statistic.name] / unit,)
-            for statistic, unit in units.items()
-            if totals[statistic.name]
-        }
-        if totals["replayed_choices"]:
-            stats[DIFFERING_SHARE] = totals["differing_choices"], totals["replayed_choices"]
-        return stats
 
     def export(self, folder: Path, fp8: bool = False, where: str = "") -> None:
         """Write the weights as a Hugging Face checkpoint, with the configuration and tokenizer of model.path.

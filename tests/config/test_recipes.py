@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 DEBUG = ("debug_rollout.yaml", "debug_train.yaml")
 ENGINE_LOGPROBS = "engine_logprobs.yaml"
+PHASES = "phases_deepseek671b.yaml"
 FAST_30B = "qwen3_30b_16gpus.yaml", "fast_qwen3_30b_16gpus.yaml"
 OF_235B = [
     (),
@@ -61,7 +62,7 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     ],
     "deepseek671b": [
         (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((overlay,) for overlay in DEBUG),
-        FAST_DEEPSEEK, (*FAST_DEEPSEEK, ENGINE_LOGPROBS),
+        FAST_DEEPSEEK, (*FAST_DEEPSEEK, ENGINE_LOGPROBS), (*FAST_DEEPSEEK, ENGINE_LOGPROBS, PHASES),
     ],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((overlay,) for overlay in DEBUG)],
     "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((overlay,) for overlay in DEBUG)],

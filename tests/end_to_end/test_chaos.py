@@ -13,11 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
-# One number of the run `phases` for each of its 25 pairs of fault and role, chosen for a short recovery in
-# docs/bench/chaos.jsonl, and 15 more short ones.
+# Numbers of the run `phases` that recover soon (docs/bench/chaos.jsonl): one for each of its pairs of fault and role,
+# and 18 more. Those that take long are hit by night: a scheduler without memory, and what ends the run, a raylet and a
+# worker that Ray holds ready.
 SAMPLE = (
-    2, 101, 103, 114, 116, 118, 120, 121, 125, 128, 129, 133, 134, 135, 136, 137, 139, 140, 141, 142,
-    143, 156, 160, 161, 168, 200, 201, 217, 220, 222, 223, 227, 228, 235, 237, 238, 239, 241, 242, 252,
+    5, 7, 103, 112, 114, 118, 119, 120, 121, 126, 129, 132, 133, 134, 136, 137, 141, 144, 156, 160,
+    161, 168, 200, 213, 217, 219, 220, 222, 227, 228, 235, 237, 238, 239, 241, 242, 259, 276, 285, 286,
 )  # fmt: skip
 
 
@@ -25,6 +26,8 @@ SAMPLE = (
     ("run", "faults"),
     [
         ("phases", SAMPLE),
+        # those that the sample leaves out
+        pytest.param("phases", (128, 139, 140), marks=pytest.mark.nightly),
         # a node dies that has samples of a step that is trained again
         pytest.param("nodes", range(11, 13), marks=pytest.mark.nightly),
         *(
@@ -38,7 +41,7 @@ def test_a_run_that_is_hit_ends_as_one_that_is_not(
 ) -> None:
     """Weights, optimizer, metrics and samples are the same to the last bit, and nothing is left behind."""
     # a fault takes a step or two
-    steps = max(16, 5 * len(faults) // 3)
+    steps = max(16, 3 * len(faults) // 2)
     command = [sys.executable, ROOT / "scripts" / "chaos.py", "--run", run, "--steps", str(steps)]
     numbers = ["--numbers", *map(str, faults)]
     done = subprocess.run(

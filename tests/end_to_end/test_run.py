@@ -130,7 +130,7 @@ def test_other_layouts_agree_too(
     overrides = [f"train.{key}={value}" for key, value in train.items()]
     overrides += [f"rollout.engine.{key}={value}" for key, value in engine.items()]
     overrides += [f"placement.{key}={value}" for key, value in placement.items()]
-    overrides += ["rollout.ahead=1", "rollout.phase_tokens=4", "algorithm.rollout_correction=tis"]
+    overrides += ["rollout.ahead=1", "rollout.phase_tokens=4", "algorithm.old_logprobs=engine"]
     command = launch(
         *overrides, "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2", "rollout.prompts_per_step=8",
         "evaluation.max_prompts=16", "reshard.verify=checksum", f"algorithm.name={algorithm}", *data_keys,

@@ -68,7 +68,7 @@ def sampled(family: str) -> list[TrainSequence]:
 
 def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     """Two steps in which every pass takes the engine's experts."""
-    from megarl.training.policy import DIFFERING_SHARE
+    from megarl.training.routing_statistics import DIFFERING_SHARE
 
     sequences, at = sampled(family), trainer.layout.coords(trainer.rank)
     micro_batches = assigned(sequences, trainer.layout, at.dp)
@@ -105,6 +105,8 @@ def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -
     tokens = sum(len(sequence.token_ids_T) - 1 for sequence in ragged(14, VOCAB_SIZE, seed=3))
     assert replayed < 4 * tokens
     assert 0.7 < differing / replayed <= 1
+    metrics = one_rank["metrics"][0]
+    assert 1 < metrics["busiest"] <= EXPERTS and metrics["unused"] < 0.5
     assert one_rank["gaps"]["logprob_diff"] != one_rank["gaps"]["logprob_diff_without"]
 
 

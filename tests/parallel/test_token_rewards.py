@@ -218,7 +218,7 @@ def reuse(rank: int, meet: Address, made: Any) -> list[Any]:
 def test_logprobs_of_a_call_before_spare_the_computation_and_change_nothing(
     models: tuple[Path, Path], replay: str
 ) -> None:
-    from megarl.training.policy import DIFFERING_SHARE
+    from megarl.training.routing_statistics import DIFFERING_SHARE
 
     for observed, computed in world(models, LAYOUTS["tp2 pp2"], reuse, replay=replay):
         assert observed == computed

@@ -71,6 +71,15 @@ def test_the_trainers_probabilities_need_a_correction() -> None:
     )
 
 
+def test_the_engines_probabilities_correct_for_phases_but_not_in_a_ratio_of_whole_samples() -> None:
+    by_engine = {"old_logprobs": "engine", "rollout_correction": "off"}
+    recipe = overlaid(recipe_of(100, 4), {"algorithm": by_engine})
+    (advice,), _ = advise(recipe, lambda phase, count: 100 if phase else 300)
+    assert "rollout_correction" not in advice
+    of_samples = overlaid(recipe, {"algorithm": {"name": "gspo"}})
+    assert advise(of_samples, lambda phase, count: 100 if phase else 300) == ([], [])
+
+
 def test_of_sizes_that_are_about_as_fast_the_lowest_bound_is_named() -> None:
     def outcome(phase: int | None, count: int) -> dict[str, float]:
         return {"seconds": 300 if phase is None else 100 + 0.01 * count, "bound": count // 100}

@@ -19,6 +19,7 @@ MIXED = (
     "placement.gpus=6 placement.train_gpus=4 placement.first_engine_gpu=2 rollout.engine.count=2"
 )
 CORRECTION = "algorithm.rollout_correction"
+BY_ENGINE = f"algorithm.old_logprobs=engine {CORRECTION}=off"
 WIDE = f"{CORRECTION}_low=0.5 {CORRECTION}_high=2.0"
 
 
@@ -36,6 +37,9 @@ def told(overrides: str, recipe: str = "quickstart") -> list[str]:
         f"{IN_PHASES} {CORRECTION}=icepop",
         f"{IN_PHASES} {CORRECTION}=mis_geometric {WIDE}",
         f"{IN_PHASES} {CORRECTION}=mis_sequence {CORRECTION}_high=2.0",
+        f"{IN_PHASES} {BY_ENGINE}",
+        f"{AHEAD} {SPLIT} {BY_ENGINE}",
+        f"algorithm.name=gspo {BY_ENGINE}",
         f"{CORRECTION}=mis_geometric",
         "algorithm.name=rloo",
         f"algorithm.name=rloo algorithm.dynamic_sampling=true {CORRECTION}=tis",
@@ -56,6 +60,11 @@ def test_what_is_corrected_has_no_error(overrides: str) -> None:
         (
             f"{IN_PHASES} {CORRECTION}=off",
             "algorithm.rollout_correction: off, and with rollout.phase_tokens earlier ",
+        ),
+        (
+            f"{IN_PHASES} {BY_ENGINE} algorithm.name=gspo",
+            "algorithm.old_logprobs: engine, and with rollout.phase_tokens the ratio of a whole sample, which gspo "
+            "clips, is to several policies; set it to train, or leave rollout.phase_tokens out",
         ),
         (
             f"{IN_PHASES} {CORRECTION}=mis_geometric",

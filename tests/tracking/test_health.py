@@ -37,8 +37,17 @@ def step(number: int, **changed: float) -> Metrics:
         "train/grad_norm": 1.0,
         "train/entropy": 0.4,
         "train/lr": 0.01,
+        "rollout/logprob_diff_mean": 0.005,
+        "rollout/truncated": 0.1,
+        "rollout/response_length_mean": 100.0,
+        "experts/unused": 0.03,
+        "time/step_s": 10.0,
+        "idle/ranks_s": 2.0,
+        "idle/engines_s": 2.0,
     }
     named = {name.split("/")[-1]: name for name in healthy}
+    named["logprob_diff"] = "rollout/logprob_diff_mean"
+    named["length"] = "rollout/response_length_mean"
     return healthy | {named[name]: value for name, value in changed.items()}
 
 
@@ -85,7 +94,7 @@ def history(*stretches: tuple[int, dict[str, float]]) -> list[Metrics]:
         ),
         (step(3, entropy=0.0), "train/entropy is 0, so that the policy gives one answer"),
         (
-            step(3) | {"rollout/logprob_diff_mean": 0.12},
+            step(3, logprob_diff=0.12),
             "rollout/logprob_diff_mean is 0.12: the engine",
         ),
     ],
@@ -125,12 +134,44 @@ def test_a_reward_that_never_differs_is_the_functions_fault() -> None:
             {"entropy": 0.03},
             "train/entropy has fallen from 0.4 to 0.03, with reward/accuracy from 50% to 50% alone",
         ),
+        (
+            {"logprob_diff": 0.03},
+            "rollout/logprob_diff_mean has grown from 0.005 to 0.03: the ratios of tokens",
+        ),
+        (
+            {"mean": -0.1, "accuracy": 0.2},
+            "reward/mean has fallen from 0.5 in step 1 to -0.1: train.lr (0.01) is probably too high",
+        ),
+        (
+            {"truncated": 0.75},
+            "75% of the responses are cut off, and have no answer to reward; raise rollout.max_response_tokens",
+        ),
+        (
+            {"length": 250.0, "accuracy": 0.5},
+            "rollout/response_length_mean has grown from 100 to 250 tokens, and reward/accuracy is 50%",
+        ),
+        (
+            {"unused": 0.1},
+            "10% of the experts get no token in an update, at the start it was 3%: the router collapses",
+        ),
+        (
+            {"ranks_s": 6.0},
+            "GPUs that only train wait for 60% of a step (idle/ranks_s); set rollout.ahead",
+        ),
+        (
+            {"engines_s": 7.0},
+            "GPUs that only sample wait for 70% of a step (idle/engines_s); set rollout.ahead",
+        ),
     ],
 )
 def test_a_collapse_is_reported_when_it_lasts(sick: dict[str, float], says: str) -> None:
     assert reported(history((6, {}), (2, sick), (1, {}), (2, sick), (1, {}))) == []
     (line,) = reported(history((6, {}), (9, sick)))
     assert line.startswith("step 9: ") and says in line
+
+
+def test_longer_responses_that_are_right_more_often_are_welcome() -> None:
+    assert reported(history((6, {}), (9, {"length": 400.0, "accuracy": 0.6}))) == []
 
 
 def test_a_policy_that_is_right_may_be_certain() -> None:
@@ -199,8 +240,8 @@ def test_a_learning_rate_a_hundred_times_too_high_is_reported() -> None:
 healthy_steps = st.builds(
     step,
     number=st.just(1),
-    mean=st.floats(-1, 1),
-    std=st.floats(0.05, 1),
+    mean=st.floats(0.5, 0.7),
+    std=st.floats(0.25, 1),
     accuracy=st.floats(0.05, 0.95),
     groups_without_variance=st.floats(0, 0.9),
     grad_norm=st.floats(0.05, 10),

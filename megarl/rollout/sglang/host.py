@@ -59,7 +59,11 @@ class Host:
         self._folder = SessionFolder(PREFIX, tempfile.gettempdir())
         self._entry = scheduler.SchedulerEntry(self._folder.path, settings)
         make_counter_file(self._entry.loop_counts_path, settings.layout.tp)
-        self._standstill = Standstill(self._entry.loop_counts_path, settings.timeout_s)
+        self._standstill = Standstill(
+            self._entry.loop_counts_path,
+            settings.timeout_s,
+            computes_here=DEVICE == "cpu" and settings.span is None,
+        )
         self._relay: Any = None
         if settings.span and settings.layout.dp > 1:
             from megarl.rollout.sglang.relay import Relay

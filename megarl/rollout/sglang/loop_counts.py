@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.cluster import processes
 from megarl.cluster.deadline import Deadline
-from megarl.cluster.stillness import Stillness, work_of
+from megarl.cluster.stillness import GroupStillness, Stillness, work_of
 
 _EXEMPT = -1  # the current operation has a timeout of its own
 # a process that waits for a hanging one is reported this much later than the hanging one
@@ -53,7 +53,7 @@ def make_counter_file(file: Path, count: int) -> None:
 class _Progress:
     """A scheduler's last count, and for how long it has been stopped by a signal or in the same round.
 
-    stillness: in an operation that has a timeout of its own.
+    stillness: in the same round, or in an operation that has a timeout of its own.
     """
 
     count: int = 0
@@ -61,9 +61,9 @@ class _Progress:
     same_s: float = 0.0
     stillness: Stillness = field(default_factory=Stillness)
 
-    def still_s(self, count: int, now_s: float, pid: int) -> float:
-        """For how long such an operation has stood still; 0 outside of one."""
-        if count != _EXEMPT:
+    def still_s(self, now_s: float, pid: int, *, is_judged: bool) -> float:
+        """For how long the process has done nothing in what it does; 0 where its work is not judged."""
+        if not is_judged:
             self.stillness.end()
             return 0.0
         return self.stillness.look(now_s, work_of(pid))
@@ -75,13 +75,19 @@ class Standstill:
     Between two looks at most two periods count: if the host itself was suspended, no scheduler counts as hanging.
     """
 
-    def __init__(self, file: Path, timeout_s: float) -> None:
-        """timeout_s: how long a scheduler may be stopped, or stay in one round, at most."""
+    def __init__(self, file: Path, timeout_s: float, *, computes_here: bool = False) -> None:
+        """timeout_s: how long a scheduler may be stopped, or stay in one round, at most.
+
+        computes_here: the forward passes of the whole engine need processors of this node, and not a GPU, so that
+        schedulers which all do nothing in a round hang.
+        """
         self.period_s = max(0.1, min(1.0, timeout_s / 10))
         self._file = file
         self._stopped_limit_s = min(timeout_s, processes.STOPPED_S)
         # a kernel that is compiled for new shapes keeps a round longer than all before
         self._deadline = Deadline(timeout_s, floor_s=_LEAST_ROUND_S)
+        self._computes_here = computes_here
+        self._of_rounds = GroupStillness(timeout_s)
         self._looked_at = time.monotonic()
         self._progress: defaultdict[int, _Progress] = defaultdict(_Progress)
         # for how long all that are in an exchange have stood still, at the last look; 0: none is, or one works
@@ -95,6 +101,7 @@ class Standstill:
         counts = np.fromfile(self._file, np.int64).tolist()
         still = []
         still_in_exchange_s = []
+        still_in_round_s = []
         limit_s = self._deadline.limit_s
         for index, process in enumerate(schedulers):
             count = counts[index]
@@ -105,14 +112,18 @@ class Standstill:
                 progress.stopped_s = 0.0
             if 0 < progress.count < count:
                 self._deadline.observe(progress.same_s)
-            if count <= 0 or count != progress.count:
+            is_in_round = 0 < count == progress.count
+            if not is_in_round:
                 progress.same_s = 0.0
             progress.count = count
             name = f"{first_rank + index} (pid {process.pid})"
-            still_s = progress.still_s(count, now, process.pid or 0)
+            is_judged = count == _EXEMPT or (is_in_round and self._computes_here)
+            still_s = progress.still_s(now, process.pid or 0, is_judged=is_judged)
             if count == _EXEMPT:
                 still_in_exchange_s.append(still_s)
-            if still_s >= self._deadline.ceiling_s + PEERS_S:
+            else:
+                still_in_round_s.append(still_s)
+            if count == _EXEMPT and still_s >= self._deadline.ceiling_s + PEERS_S:
                 return f"engine scheduler {name} stands still in an exchange, for {still_s:.0f} s"
             if progress.stopped_s >= self._stopped_limit_s:
                 return f"engine scheduler {name} was stopped by a signal, {self._stopped_limit_s:g} s ago"
@@ -122,4 +133,15 @@ class Standstill:
         self.exchange_still_s = min(still_in_exchange_s, default=0.0)
         if still:
             return f"engine scheduler {', '.join(still)} has done nothing for {limit_s:g} s"
+        if still_in_round_s and not still_in_exchange_s:
+            return self._hang_in_round(now, still_in_round_s)
         return None
+
+    def _hang_in_round(self, now_s: float, still_s: Sequence[float]) -> str | None:
+        """A description where no scheduler of the engine does anything, though all are in a round; or None."""
+        if not self._of_rounds.is_overdue(now_s, still_s):
+            return None
+        who = "the engine's scheduler stands"
+        if len(still_s) > 1:
+            who = f"the engine's {len(still_s)} schedulers stand"
+        return f"{who} still in a forward pass: no processor used, no bytes moved for {min(still_s):.0f} s"

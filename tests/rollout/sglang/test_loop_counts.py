@@ -115,6 +115,30 @@ def test_a_scheduler_that_works_in_an_exchange_is_the_progress_of_its_engine(
         assert standstill.exchange_still_s == 3.0
 
 
+def test_an_engine_that_computes_nothing_in_a_forward_pass_hangs(
+    tmp_path: Path, clock: Clock, sleepers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its schedulers that computes is the progress of the others, which wait for it."""
+    make_counter_file(tmp_path / "rounds", 2)
+    counters = [LoopCounter(tmp_path / "rounds", index) for index in range(2)]
+    standstill = Standstill(tmp_path / "rounds", 60.0, computes_here=True)
+    work = {sleepers[0].pid: 0.0, sleepers[1].pid: 0.0}
+    monkeypatch.setattr(loop_counts, "work_of", lambda pid: Work(work[pid], 0))
+    for _ in range(30):
+        for counter in counters:
+            counter.count()
+        assert looks(standstill, clock, sleepers, 1) == []
+    for _ in range(20):
+        work[sleepers[1].pid] += 1.0
+        assert looks(standstill, clock, sleepers, 1) == []
+    lines = looks(standstill, clock, sleepers, 15)
+    problem = "the engine's 2 schedulers stand still in a forward pass: no processor used, no bytes"
+    assert lines[0].startswith(problem)
+    for counter in counters:
+        counter.count()
+    assert looks(standstill, clock, sleepers, 5) == []
+
+
 def test_who_is_stopped_is_named_before_its_peers(
     tmp_path: Path, clock: Clock, sleepers: Any
 ) -> None:
