@@ -51,6 +51,8 @@ def a_run(folder: Path, *overrides: str, text: str = "p", steps: int = 4) -> Pat
                     {"train/entropy": 1 / step, "train/grad_norm": 1.0, "stale/share_0": 1.0}
                 )
                 record.add({"memory/before_train_bytes": 2**30, "memory/after_train_bytes": 2**31})
+                experts = {f"experts/busiest_layer_{layer}": 1.0 + layer for layer in range(12)}
+                record.add({"experts/busiest": 12.0, "experts/unused": 0.0} | experts)
                 record.add({"reshard/wire_bytes": 8e6, "reshard/local_bytes": 4e6})
                 if step == steps:
                     transcripts = (episode(text), episode(text))

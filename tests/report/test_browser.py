@@ -154,6 +154,18 @@ def test_the_recipe_shows_what_differs_and_then_all(tmp_path: Path) -> None:
         assert any(row.startswith("checkpoint.keep") for row in page.run(rows))
 
 
+def test_the_busiest_expert_of_each_layer_is_a_row_of_its_own(tmp_path: Path) -> None:
+    """In the order of the layers, of which there are more than nine."""
+    with opened(page_of(a_run(tmp_path), out=tmp_path / "page.html"), tmp_path) as page:
+        (map_of_layers,), _ = page.run("return describeBusiest(DATA.runs[0])")
+        assert map_of_layers["x"] == [1, 2, 3, 4]
+        assert map_of_layers["y"] == [f"layer {layer}" for layer in range(12)]
+        assert [row[0] for row in map_of_layers["z"]] == [1 + layer for layer in range(12)]
+        page.draw_all()
+        assert page.run("return document.querySelectorAll('#experts .plot').length") == 3
+        assert page.errors() == []
+
+
 def test_samples_are_filtered_by_their_source(tmp_path: Path) -> None:
     folder = a_run(tmp_path)
     with (folder / "samples.jsonl").open("a") as file:

@@ -63,12 +63,10 @@ function addDistributions(parent, runs) {
 }
 
 function addExperts(parent, runs) {
-  const has = runs.filter((run) => run.expert_load);
-  if (!has.length) {
-    parent.append(soft("Not recorded by this run: only a file of samples (--samples) with train.replay r3 has the routers' choices."));
-    return;
-  }
-  addEach(parent, has, "Tokens of each expert, relative to its layer's mean", (run) => describeExperts(run.expert_load), () => true);
+  addPanels(parent, runs, EXPERTS);
+  addEach(parent, runs, "Busiest expert of each layer, over the layer's mean", describeBusiest, (run) => namesLike([run], BUSIEST_OF_LAYER).length);
+  const title = "Tokens of each expert in a file of samples (--samples, with train.replay r3), over the layer's mean";
+  addEach(parent, runs, title, (run) => describeExperts(run.expert_load), (run) => run.expert_load);
 }
 
 const browsers = [];

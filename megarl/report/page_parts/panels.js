@@ -70,6 +70,11 @@ const SPEED = [
   ["TFLOPS a GPU, model FLOPs utilisation", ["speed/train_tflops_per_gpu", "speed/train_mfu"]],
   ["Imbalance of the engines", ["rollout/imbalance", "rollout/accepted"]],
 ];
+const BUSIEST_OF_LAYER = /^experts\/busiest_layer_\d+$/;
+const EXPERTS = [
+  ["Busiest expert of any layer, over the mean", ["experts/busiest"]],
+  ["Share of the experts without a token", ["experts/unused"]],
+];
 const RESHARD = [["Seconds of a reshard", ["reshard/seconds", "time/reshard_s"]]];
 const RECOVERY = [["Engines, ranks and calls lost", [/^recovery\/.*(lost|restarts|rebuilds|repeats|rank_)/, /workers_replaced$/, /calls_lost$/]]];
 
@@ -204,6 +209,26 @@ function describeMemory(run) {
   return [
     traces.map(([name, y], index) => ({ type: "bar", x: phases.map(label), y, name, marker: { color: COLOURS[index] } })),
     { barmode: "group", xaxis: { title: { text: "phase" } }, yaxis: { title: { text: "GiB" } } },
+  ];
+}
+
+// The busiest expert of each layer by step, over the layer's mean.
+function describeBusiest(run) {
+  const names = namesLike([run], BUSIEST_OF_LAYER);
+  const steps = [...new Set(names.flatMap((name) => pointsOf(run, name)[0]))].sort((a, b) => a - b);
+  const z = names.map((name) => {
+    const [xs, ys] = pointsOf(run, name);
+    const values = new Map(xs.map((step, index) => [step, ys[index]]));
+    return steps.map((step) => values.get(step) ?? null);
+  });
+  const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
+  return [
+    [{
+      type: "heatmap", x: steps, y: names.map((name) => `layer ${label(name.replace(/.*_/, ""))}`), z, zmin: 1, colorbar: { thickness: 10 },
+      colorscale: isDark ? [[0, "#1c2229"], [1, "#82b1ff"]] : [[0, "#f6f8fa"], [1, "#1f5fbf"]],
+      hovertemplate: "step %{x}, %{y}: %{z:.3g} times the mean<extra></extra>",
+    }],
+    { hovermode: "closest", yaxis: { autorange: "reversed" } },
   ];
 }
 
