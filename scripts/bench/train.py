@@ -56,6 +56,8 @@ TIMEOUT_S = 600.0
 LR = 1e-4
 WARM_UP = 2
 TOLERANCE = 1e-3
+# of the others, those that have the same loss and gradient norm in every step
+WITH_OWN_WEIGHTS = {"bare", "without_keys"}
 
 
 def write_model(folder: Path, layers: int, hidden: int, vocab_size: int) -> None:
@@ -78,10 +80,6 @@ def write_model(folder: Path, layers: int, hidden: int, vocab_size: int) -> None
         max_position_embeddings=32768,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
-
-
-# which learn beside megarl, and have the same loss in every step
-WITH_OWN_WEIGHTS = {"bare", "without_keys"}
 
 
 @dataclass(frozen=True)
