@@ -53,6 +53,11 @@ class Engines:
         is_shared = any(engine.shares for engine in self.processes.engines)
         return device.DEVICE == "cuda" and is_shared
 
+    @property
+    def have_own_gpus(self) -> bool:
+        """Whether an engine shares its GPUs with no other model."""
+        return not all(engine.shares for engine in self.processes.engines)
+
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
         """One group of whole responses per prompt, in order."""
         fresh = RolloutBuffer[Ref]().admitted(prompts, sampling.stream, sampling.group_size)

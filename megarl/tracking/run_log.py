@@ -97,7 +97,7 @@ class Record:
         self.scored += groups
 
     def sampled(self, seconds: float) -> None:
-        """Set for how long engines had samples in the step's phases of sampling."""
+        """Set for how long engines with GPUs of their own had samples in the step's phases of sampling."""
         self._sampled_s = seconds
 
     def close(self) -> Metrics:
