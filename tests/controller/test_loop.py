@@ -77,7 +77,9 @@ class Fleet:
         self.version, self.attempts, self.reward_model = 1, 1, None
         self.finished, self.rewards = True, [1.0, 0.0]
         self.engines = SimpleNamespace(
-            begin=self.begin, processes=SimpleNamespace(engines=["engine 0"])
+            begin=self.begin,
+            processes=SimpleNamespace(engines=["engine 0"]),
+            have_own_gpus=recipe.rollout.ahead > 0,
         )
         self.trainers = SimpleNamespace(
             compute_logprobs=self.compute_logprobs,
@@ -317,6 +319,13 @@ def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
     assert fleet.calls[1] == "train dapo on 4 of ['ref 2', 'ref 3'], None, None", (
         "nothing is sampled"
     )
+
+
+@pytest.mark.parametrize("more", [[], AHEAD], ids=["shared", "own GPUs"])
+def test_idle_seconds_are_of_engines_with_gpus_of_their_own(made: Any, more: list[str]) -> None:
+    run, _ = made("algorithm.name=grpo", *more)
+    _, record = step(run)
+    assert ("idle/engines_s" in record.close()) == bool(more)
 
 
 def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> None:

@@ -74,6 +74,10 @@ class Run:
     def take(self, count: int) -> list[Prompt]:
         return [Prompt("", "", (1,) * PROMPT_TOKENS, "")] * count
 
+    @property
+    def have_own_gpus(self) -> bool:
+        return False
+
     def begin(
         self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False
     ) -> Any:
