@@ -31,7 +31,7 @@ UNREAD_WHERE = {
     "reference.path": "reference.use is false and algorithm.kl_coefficient is 0",
     "critic": "{algorithm} has no critic",
     "critic.lr_end": "the critic's lr_schedule is constant",
-    "reward_model": "reward_model.path is not set",
+    "reward_model": "neither reward_model.path nor reward_model.adapters is set",
     "checkpoint.keep": _NO_CHECKPOINTS,
     "checkpoint.asynchronous": _NO_CHECKPOINTS,
     "checkpoint.may_fail": _NO_CHECKPOINTS,
@@ -42,12 +42,17 @@ UNREAD_WHERE = {
 def why_unread(path: str) -> list[str]:
     """When nothing reads a key, by itself or with a section around it; empty where every run reads it.
 
-    The switch of a section (warm_start.steps) is no reason for itself.
+    The switches of a section, as warm_start.steps, which its reason names, are read in any case.
     """
     sections = path.split(".")
     names = (".".join(sections[:depth]) for depth in range(1, len(sections) + 1))
     return [
         UNREAD_WHERE[name].format(algorithm="the algorithm")
         for name in names
-        if name in UNREAD_WHERE and not UNREAD_WHERE[name].startswith(f"{path} ")
+        if name in UNREAD_WHERE and not _is_switch(path, name)
     ]
+
+
+def _is_switch(path: str, section: str) -> bool:
+    """Whether a key lies in a section and its value decides whether the section is read."""
+    return path.startswith(f"{section}.") and path in UNREAD_WHERE[section].split()

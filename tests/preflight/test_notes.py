@@ -67,8 +67,8 @@ def test_passes_in_pairs_that_wait_for_one_another_are_told(
         ),
         ("reference.path=a", "reference.path is set, and nothing reads it: reference.use is false and algorithm.kl_"),
         ("reference.path=a reference.use=false", "reference.path is set, and nothing reads it: reference.use"),
-        ("reward_model.weight=0.5", "reward_model.weight is set, and nothing reads it: reward_model.path is not set"),
-        ("reward_model.ranks.gpus=2", "reward_model.ranks.gpus is set, and nothing reads it: reward_model.path"),
+        ("reward_model.weight=0.5", "reward_model.weight is set, and nothing reads it: neither reward_model.path nor"),
+        ("reward_model.ranks.gpus=2", "reward_model.ranks.gpus is set, and nothing reads it: neither reward_model"),
         ("reward.source=kind", "reward.source is set, and nothing reads it: reward.by_source names no source"),
         (
             "reshard.round_bytes=4096 rollout.engine={external:['a:1']}",
