@@ -18,7 +18,6 @@ UNREAD_WHERE = {
     "run.restart_window_s": "run.restarts is 0",
     "run.on_silent_fault": "run.restarts is 0: no step is repeated",
     "warm_start": "warm_start.steps is not set",
-    "reward.source": "reward.by_source names no source",
     "rollout.temperature": _FROM_ANSWERS,
     "rollout.top_p": _FROM_ANSWERS,
     "rollout.phase_tokens": _FROM_ANSWERS,

@@ -55,7 +55,6 @@ def _is_read(recipe: Recipe) -> dict[str, object]:
         "run.project": set(recipe.run.trackers) - {"tensorboard"},
         "run.compare_replicas_every": _has_replicas(recipe),
         "warm_start": _is_wanted(recipe.warm_start, "steps"),
-        "reward.source": recipe.reward.by_source,
         "rollout.temperature": samples,
         "rollout.top_p": samples,
         "rollout.phase_tokens": samples,

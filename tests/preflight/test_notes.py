@@ -69,7 +69,6 @@ def test_passes_in_pairs_that_wait_for_one_another_are_told(
         ("reference.path=a reference.use=false", "reference.path is set, and nothing reads it: reference.use"),
         ("reward_model.weight=0.5", "reward_model.weight is set, and nothing reads it: neither reward_model.path nor"),
         ("reward_model.ranks.gpus=2", "reward_model.ranks.gpus is set, and nothing reads it: neither reward_model"),
-        ("reward.source=kind", "reward.source is set, and nothing reads it: reward.by_source names no source"),
         (
             "reshard.round_bytes=4096 rollout.engine={external:['a:1']}",
             "reshard.round_bytes is set, and nothing reads it: external engines get weights as files",
@@ -115,6 +114,7 @@ def test_what_nothing_reads_is_told(overrides: str, says: str) -> None:
         "reference.use=true reference.path=a",
         "algorithm.kl_coefficient=0.1 reference.path=a",
         "reward_model.path=a reward_model.weight=0.5",
+        "reward.source=kind",
         "evaluation.sets.arith.temperature=0.6 evaluation.top_p=0.7",
         "checkpoint.every=5 checkpoint.keep=7 checkpoint.asynchronous=false",
         "checkpoint.memory_copies=true",
