@@ -281,7 +281,8 @@ class CheckpointConfig(Branch):
     """
 
     every: Count | None = None
-    """Steps from one checkpoint to the next; null: one is written on SIGUSR1 and for `megarl drain` alone."""
+    """Steps from one checkpoint to the next; one is also written after the warm start and after the last step. null:
+    one is written on SIGUSR1 and for `megarl drain` alone."""
     keep: Count = 3
     """Newest checkpoints that stay."""
     asynchronous: bool = True

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 _FROM_ANSWERS = "{algorithm} learns from the data's answers"
 _AGENT = "an agent makes its own calls"
-_NO_CHECKPOINTS = (
-    "checkpoint.every is not set: a checkpoint is written on SIGUSR1 and for megarl drain alone"
-)
 # key or section -> why a run does not read it, or its keys; {algorithm} stands for the name of the run's algorithm
 UNREAD_WHERE = {
     "data.messages": "episode is not set",
@@ -31,9 +28,6 @@ UNREAD_WHERE = {
     "critic": "{algorithm} has no critic",
     "critic.lr_end": "the critic's lr_schedule is constant",
     "reward_model": "neither reward_model.path nor reward_model.adapters is set",
-    "checkpoint.keep": _NO_CHECKPOINTS,
-    "checkpoint.asynchronous": _NO_CHECKPOINTS,
-    "checkpoint.may_fail": _NO_CHECKPOINTS,
     "checkpoint.memory_copies": "run.restarts is 0: a rank that fails ends the run",
 }
 

@@ -79,7 +79,6 @@ def test_passes_in_pairs_that_wait_for_one_another_are_told(
             "algorithm.name=ppo critic.lr_schedule=constant critic.lr_end=0.1",
             "critic.lr_end is set, and nothing reads it: the critic's lr_s",
         ),
-        ("checkpoint.keep=7", "checkpoint.keep is set, and nothing reads it: checkpoint.every is not set: a check"),
         (
             "run.restarts=0 checkpoint.memory_copies=true",
             "checkpoint.memory_copies is set, and nothing reads it: run.restarts is 0: a rank that",
@@ -116,13 +115,12 @@ def test_what_nothing_reads_is_told(overrides: str, says: str) -> None:
         "reward_model.path=a reward_model.weight=0.5",
         "reward.source=kind",
         "evaluation.sets.arith.temperature=0.6 evaluation.top_p=0.7",
-        "checkpoint.every=5 checkpoint.keep=7 checkpoint.asynchronous=false",
+        "checkpoint.keep=7 checkpoint.asynchronous=false checkpoint.may_fail=0",
         "checkpoint.memory_copies=true",
         "run.restart_window_s=60 run.on_silent_fault=repeat",
         # A switch that is written as off is meant.
         "warm_start.steps=0",
         "data.eval={}",
-        "checkpoint.every=null checkpoint.keep=7",
         # Defaults that are written are no wish.
         "reward_model.weight=1.0 critic.ranks.first_gpu=0 reference.path=null",
     ],
