@@ -249,9 +249,9 @@ class Hyperparameters:
     """PRIME's beta: a token's process reward is this many times its log-ratio (arXiv 2502.01456)."""
 
     critic_lambda: float | None = bounded(None, ge=0, le=1)
-    """Lambda of the critic's returns; null: `algorithm.gae_lambda`."""
+    """Lambda of the critic's returns; null, where no row sets it: `algorithm.gae_lambda`."""
     value_clip: float | None = bounded(None, ge=1e-9, le=1e9)
-    """A value is trained only this far from the value before the step; null: without a limit."""
+    """A value is trained only this far from the value before the step; null, where no row sets it: without a limit."""
     critic_warmup_steps: int = bounded(0, ge=0, le=2**31 - 1)
     """First steps, in which the critic alone learns; the policy's learning-rate warm-up starts after them."""
 
