@@ -242,7 +242,7 @@ class EvaluationSetConfig(Branch):
     temperature: Temperature | None = None
     """Sampling temperature for this set; null: `evaluation.temperature`."""
     top_p: TopP | None = None
-    """Nucleus sampling for this set; null: `evaluation.top_p`."""
+    """Nucleus sampling for this set, where its temperature is above 0; null: `evaluation.top_p`."""
     max_response_tokens: Count | None = None
     """The most tokens of an answer to this set; null: `evaluation.max_response_tokens`."""
 

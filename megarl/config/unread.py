@@ -21,7 +21,7 @@ UNREAD_WHERE = {
     "rollout.prompts_in_flight": _FROM_ANSWERS,
     "rollout.ahead": _FROM_ANSWERS,
     "evaluation": "data.eval names no set",
-    "evaluation.top_p": "at temperature 0 the most probable token is taken",
+    "evaluation.top_p": "the temperature is 0, and the most probable token is taken",
     "reshard.round_bytes": "external engines get weights as files",
     "train.lr_end": "train.lr_schedule is constant",
     "reference.path": "reference.use is false and algorithm.kl_coefficient is 0",

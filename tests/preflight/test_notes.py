@@ -73,7 +73,7 @@ def test_passes_in_pairs_that_wait_for_one_another_are_told(
             "reshard.round_bytes=4096 rollout.engine={external:['a:1']}",
             "reshard.round_bytes is set, and nothing reads it: external engines get weights as files",
         ),
-        ("evaluation.top_p=0.7", "evaluation.top_p is set, and nothing reads it: at temperature 0 the most probable"),
+        ("evaluation.top_p=0.7", "evaluation.top_p is set, and nothing reads it: the temperature is 0, and the most"),
         ("train.lr_schedule=constant train.lr_end=0.1", "train.lr_end is set, and nothing reads it: train.lr_sch"),
         (
             "algorithm.name=ppo critic.lr_schedule=constant critic.lr_end=0.1",
