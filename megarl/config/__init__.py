@@ -316,12 +316,13 @@ class PlacementConfig(Branch):
     gpus_per_node: ParallelSize = 8
     """GPUs of a node: neighbours with fast links, into whose node what several of them need is sent once."""
     network: Literal["loopback", "nodes"] = "loopback"
-    """loopback: the run starts its own Ray on this machine; nodes: it takes those of a Ray cluster that runs, by their
-    addresses."""
+    """loopback: the run starts its own Ray on this machine; nodes: it uses the nodes of a running Ray cluster, and
+    their addresses."""
     spare_nodes: Whole = 0
     """Further nodes that are idle until one takes the place of a node that died."""
     hardware: FilePath | None = None
-    """File of recipes/hardware with the figures of the GPUs, for `megarl plan` and `--dry-run`."""
+    """YAML file with the figures of the GPUs, of recipes/hardware or written by `megarl doctor --measure`: for `megarl
+    plan`, `--dry-run`, `doctor`, `report`, and the memory that engines leave to NCCL."""
 
     @property
     def node_gpus(self) -> int | None:
