@@ -405,10 +405,10 @@ def explain(
     """Say what a recipe's key means: its type, its default, and which runs read it."""
 
     def run() -> None:
-        from megarl.commands.explain import explained, page
+        from megarl.commands.explain import explained, reference_text
 
         loaded = load_recipe(recipe, overrides or []) if recipe else None
-        say_all(page() if reference else explained(key, loaded))
+        say_all(reference_text() if reference else explained(key, loaded))
 
     sys.exit(ended(run))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.algos import ALGORITHMS
 from megarl.report.planned import Planned
-from megarl.report.recipe_keys import recipe_keys
+from megarl.report.recipe_rows import recipe_rows
 from megarl.report.run_files import FolderContents, columns
 from megarl.report.sample_file import FileSamples
 from megarl.tracking.health import Health
@@ -40,7 +40,7 @@ def run_data(
         "samples": samples,
         "expert_load": of_file.expert_load,
         "losses": [without_secrets(asdict(loss)) for loss in run.losses],
-        "recipe": [asdict(key) | {"differs": key.differs} for key in recipe_keys(recipe)]
+        "recipe": [asdict(row) | {"differs": row.differs} for row in recipe_rows(recipe)]
         if recipe
         else [],
         "recipe_text": redacted(run.recipe_text),
