@@ -55,7 +55,7 @@ def _signs(run: FolderContents) -> list[str]:
     if run.recipe is None or run.recipe.algorithm.name not in ALGORITHMS:
         return []
     algorithm = ALGORITHMS[run.recipe.algorithm.name]
-    health = Health(algorithm.learns_from == "rewards" and not algorithm.has_teacher)
+    health = Health(algorithm.learns_from_rewards)
     signs: list[str] = []
     for record in run.records:
         numbers = {name: math.nan if value is None else value for name, value in record.items()}
