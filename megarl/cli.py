@@ -259,12 +259,10 @@ def report(
     """Write a run as one page for a browser: curves, phases, placement, recipe, samples."""
 
     def write() -> None:
-        from megarl.commands.report import watch_runs, write_reports
+        from megarl.commands.report import refuse_with_watch, watch_runs, write_reports
 
-        if watch and (out or samples):
-            option = "--out" if out else "--samples"
-            raise UserError(option, "--watch reads and writes no file", "leave one of them out")
         if watch:
+            refuse_with_watch(out, samples, compares=compare)
             watch_runs(runs, port, show, plans=plans)
             return
         write_reports(runs, out, show, compares=compare, plans=plans, samples=samples)

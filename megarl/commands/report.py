@@ -52,6 +52,18 @@ def write_reports(
         _write_page(html, target, say)
 
 
+def refuse_with_watch(out: Path | None, samples: Path | None, *, compares: bool) -> None:
+    """Raises UserError for the first of these options that contradicts --watch. They are as of `write_reports`."""
+    problems = (
+        (out is not None, "--out", "--watch serves the page and writes no file"),
+        (samples is not None, "--samples", "--watch follows samples.jsonl"),
+        (compares, "--compare", "--watch lays several runs over each other by itself"),
+    )
+    for is_given, option, problem in problems:
+        if is_given:
+            raise UserError(option, problem, "leave one of them out")
+
+
 def watch_runs(folders: Sequence[Path], port: int, say: Say, *, plans: bool) -> None:
     """Serve a page that follows runs, until Ctrl-C. port: 0: a free one. plans: as of `write_reports`.
 
