@@ -91,9 +91,10 @@ def train(
     """Run a recipe; everything it makes lies in run.dir/run.name."""
     run: Callable[[Recipe], None]
     if dry_run:
-        other = "--resume" if resume else from_samples
+        others = {"--resume": resume, "--from-samples": from_samples}
+        other = next((option for option, value in others.items() if value), None)
         sys.exit(run_recipe(recipe, overrides, partial(launching.dry_run, other=other)))
-    if from_samples:  # that writes no checkpoints
+    if from_samples:  # a run on a file of samples writes no checkpoints
         run = partial(launching.train_from, samples=from_samples, resume=resume)
     else:
         note_sigusr1()
