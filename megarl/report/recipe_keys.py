@@ -34,7 +34,7 @@ def recipe_keys(recipe: Recipe) -> list[RecipeKey]:
 
 
 def _keys(branch: Branch, usual: Branch | None, prefix: str) -> Iterator[RecipeKey]:
-    """usual: the branch that is there by default; None: the recipe has it of its own accord."""
+    """usual: the branch that is there by default; None: there is no such branch by default."""
     for name, field in type(branch).model_fields.items():
         path = f"{prefix}{name}"
         value = getattr(branch, name)
