@@ -58,7 +58,7 @@ def _hyperparameter_rows(recipe: Recipe) -> dict[str, RecipeRow]:
 
 
 def _rows(branch: Branch, usual: Branch | None, prefix: str) -> Iterator[RecipeRow]:
-    """usual: the branch that is there by default; None: the recipe has it of its own accord."""
+    """usual: the branch that is there by default; None: there is no such branch by default."""
     for name, field in type(branch).model_fields.items():
         path = f"{prefix}{name}"
         value = getattr(branch, name)

@@ -42,7 +42,7 @@ class FollowedRun:
     plans: bool
     _seen: object = None
     _data: JsonObject = field(default_factory=dict)
-    _of_plan: Planned | None = None
+    _planned_figures: Planned | None = None
 
     def version(self) -> tuple[tuple[int, int], ...]:
         """Sizes and times of the run's files; a file that is not there has zeros."""
@@ -61,9 +61,9 @@ class FollowedRun:
         version = self.version()
         if version != self._seen:
             run = read_run(self.folder)
-            if self._of_plan is None and self.plans and run.recipe:
-                self._of_plan = planned(run.recipe)
-            self._data = run_data(run, self._of_plan)
+            if self._planned_figures is None and self.plans and run.recipe:
+                self._planned_figures = planned(run.recipe)
+            self._data = run_data(run, self._planned_figures)
             self._seen = version
         return self._data
 
