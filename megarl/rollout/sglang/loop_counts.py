@@ -133,7 +133,8 @@ class Standstill:
         self.exchange_still_s = min(still_in_exchange_s, default=0.0)
         if still:
             return f"engine scheduler {', '.join(still)} has done nothing for {limit_s:g} s"
-        if self._computes_here and len(still_in_round_s) == len(schedulers):
+        are_all_in_round = 0 < len(still_in_round_s) == len(schedulers)
+        if self._computes_here and are_all_in_round:
             return self._hang_in_round(now, still_in_round_s, schedulers)
         return None
 

@@ -115,6 +115,12 @@ def test_a_scheduler_that_works_in_an_exchange_is_the_progress_of_its_engine(
         assert standstill.exchange_still_s == 3.0
 
 
+def test_an_engine_whose_schedulers_are_not_there_yet_starts(tmp_path: Path, clock: Clock) -> None:
+    make_counter_file(tmp_path / "rounds", 1)
+    standstill = Standstill(tmp_path / "rounds", BOUND_S, computes_here=True)
+    assert looks(standstill, clock, [], 10 * BOUND_S) == []
+
+
 @pytest.mark.parametrize("waits_for_processor", [False, True])
 def test_an_engine_that_computes_nothing_in_a_forward_pass_hangs(
     tmp_path: Path,
