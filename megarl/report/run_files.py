@@ -18,7 +18,7 @@ from megarl.types.json_objects import JsonObject, depth
 from megarl.types.losses import Loss
 
 _DIGITS = 6  # of a number on the page
-_MOST_SAMPLE_BYTES = 64 * 1024 * 1024
+MOST_SAMPLE_BYTES = 64 * 1024 * 1024  # on a page, as lines of samples.jsonl
 _LAST_STEP = 2**63
 _DEEPEST = 100  # of a sample's JSON
 
@@ -93,7 +93,7 @@ def _samples(file: Path, notes: list[str]) -> list[JsonObject]:
         notes.append("samples.jsonl is not there: no samples are shown")
         return []
     # odd, so that it is not always the same place in the groups of a step
-    every = math.ceil(file.stat().st_size / _MOST_SAMPLE_BYTES) | 1
+    every = math.ceil(file.stat().st_size / MOST_SAMPLE_BYTES) | 1
     samples = []
     num_broken = 0
     with file.open("rb") as lines:

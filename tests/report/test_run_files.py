@@ -82,7 +82,7 @@ def test_of_a_large_file_of_samples_every_so_many_are_kept(
 ) -> None:
     folder = a_run(tmp_path, steps=9)
     size = (folder / "samples.jsonl").stat().st_size
-    monkeypatch.setattr(run_files, "_MOST_SAMPLE_BYTES", size // 2)
+    monkeypatch.setattr(run_files, "MOST_SAMPLE_BYTES", size // 2)
     run = read_run(folder)
     assert len(run.samples) == 6
     assert run.notes == ["samples.jsonl is large: one of 3 samples is shown"]
