@@ -14,6 +14,7 @@ from megarl.model.tokenizer import load_tokenizer
 from megarl.printable import json_line
 from megarl.report.run_files import MOST_SAMPLE_BYTES
 from megarl.samples.parquet import open_samples
+from megarl.samples.summaries import source_of
 from megarl.types import Row, SampleGroup, UserError, episode_dict
 from megarl.types.json_objects import JsonObject
 
@@ -113,7 +114,7 @@ def _line(step: int, number: int, group: SampleGroup, index: int, source_column:
         "finished": sample.finished,
         "version": max((part.version for part in parts), default=-1),
     }
-    if source := str(group.prompt.row.get(source_column, "")):
+    if source := source_of(group.prompt.row, source_column):
         line["source"] = source
     if sample.facts:
         line |= episode_dict(sample.facts, sample.transcript)
