@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -65,6 +66,8 @@ def _finite(value: Any) -> Any:
     """The value with null in place of numbers that are not finite, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, int) and abs(value) > sys.float_info.max:  # infinite to JavaScript
+        return None
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

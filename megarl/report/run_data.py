@@ -23,8 +23,9 @@ def run_data(
 
     of_file: samples that are shown in place of those of samples.jsonl.
 
-    metrics: by name, a number or null for each record. samples: lines of samples.jsonl, whose episodes are flat. slots,
-    minimum_wire_bytes, planned_memory: as of `Planned`. signs: lines that say how the run looks sick.
+    metrics: by name, a number or null for each record. samples: lines of samples.jsonl, whose episodes are flat.
+    losses: null where they cannot be read. slots, minimum_wire_bytes, planned_memory: as of `Planned`. signs: lines
+    that say how the run looks sick.
     """
     recipe = run.recipe
     of_plan = of_plan or Planned()
@@ -39,7 +40,9 @@ def run_data(
         "metrics": columns(run.records),
         "samples": samples,
         "expert_load": of_file.expert_load,
-        "losses": [without_secrets(asdict(loss)) for loss in run.losses],
+        "losses": None
+        if run.losses is None
+        else [without_secrets(asdict(loss)) for loss in run.losses],
         "recipe": [asdict(key) | {"differs": key.differs} for key in recipe_keys(recipe)]
         if recipe
         else [],
