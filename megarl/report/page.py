@@ -31,18 +31,19 @@ _PROGRAMS = (
 _ESCAPED = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def page(runs: Sequence[JsonObject], *, is_followed: bool = False) -> str:
+def page(runs: Sequence[JsonObject], *, version: str | None = None) -> str:
     """The HTML of runs, objects of `run_data`; several are laid over each other.
 
-    is_followed: the page asks its server for newer data. Raises UserError where Plotly is not installed.
+    version: of this data, with which the page asks its server for newer; None: it does not ask. Raises UserError where
+    Plotly is not installed.
     """
     plotly = _plotly_program()
     program = "\n".join(_part(name) for name in _PROGRAMS)
     parts = {
-        "policy": content_security_policy([plotly, program], is_followed=is_followed),
+        "policy": content_security_policy([plotly, program], is_followed=version is not None),
         "style": _part("page.css"),
         "plotly": plotly,
-        "data": embedded_json({"runs": list(runs), "is_followed": is_followed}),
+        "data": embedded_json({"runs": list(runs), "version": version}),
         "program": program,
     }
     # split once: the runs' own text may have the names of parts in it
