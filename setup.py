@@ -21,9 +21,8 @@ CORE = [
 EXTRAS = {
     # docs/install.md: which, and apex
     "gpu": ["sglang==0.5.21", "transformer-engine[core_cu13,pytorch]==2.14.1"],
-    "report": [
-        "plotly>=6"
-    ],  # its plotly.min.js draws the charts of a run's page, into which it is copied
+    # its plotly.min.js draws the charts of a run's page, into which it is copied
+    "report": ["plotly>=6"],
     "search": ["bm25s>=0.3.16"],  # BM25 in megarl.environments.search; needs numpy alone
     "trackers": ["tensorboard>=2.18", "wandb>=0.28.2", "mlflow-skinny>=3.17"],
     "dev": [

@@ -91,9 +91,10 @@ def train(
     """Run a recipe; everything it makes lies in run.dir/run.name."""
     run: Callable[[Recipe], None]
     if dry_run:
-        other = "--resume" if resume else from_samples
+        others = {"--resume": resume, "--from-samples": from_samples}
+        other = next((option for option, value in others.items() if value), None)
         sys.exit(run_recipe(recipe, overrides, partial(launching.dry_run, other=other)))
-    if from_samples:  # that writes no checkpoints
+    if from_samples:  # a run on a file of samples writes no checkpoints
         run = partial(launching.train_from, samples=from_samples, resume=resume)
     else:
         note_sigusr1()
@@ -259,12 +260,10 @@ def report(
     """Write a run as one page for a browser: curves, phases, placement, recipe, samples."""
 
     def write() -> None:
-        from megarl.commands.report import watch_runs, write_reports
+        from megarl.commands.report import refuse_with_watch, watch_runs, write_reports
 
-        if watch and (out or samples):
-            option = "--out" if out else "--samples"
-            raise UserError(option, "--watch reads and writes no file", "leave one of them out")
         if watch:
+            refuse_with_watch(out, samples, compares=compare)
             watch_runs(runs, port, show, plans=plans)
             return
         write_reports(runs, out, show, compares=compare, plans=plans, samples=samples)
@@ -405,10 +404,10 @@ def explain(
     """Say what a recipe's key means: its type, its default, and which runs read it."""
 
     def run() -> None:
-        from megarl.commands.explain import explained, page
+        from megarl.commands.explain import explained, reference_text
 
         loaded = load_recipe(recipe, overrides or []) if recipe else None
-        say_all(page() if reference else explained(key, loaded))
+        say_all(reference_text() if reference else explained(key, loaded))
 
     sys.exit(ended(run))
 

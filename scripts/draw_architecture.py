@@ -20,7 +20,7 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 # Highest floor first: a room imports from lower floors alone. A room is a package of megarl/, or a module in it.
 FLOORS: list[dict[str, str]] = [
     {"cli": "the command line"},
-    {"commands": "convert, dry run, samples in files", "doctor": "is this machine fit to train?"},
+    {"commands": "what each command does", "doctor": "is this machine fit to train?"},
     {"report": "a run as one page"},
     {"controller": "the training loop", "plan": "memory and time without a GPU"},
     {

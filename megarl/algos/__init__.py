@@ -99,6 +99,11 @@ class Algorithm:
             return "rewards"
         return "demonstrations"
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards teach the policy: not demonstrations, and not a teacher alone."""
+        return self.learns_from == "rewards" and not self.has_teacher
+
     def sample_advantages(self, rewards_G: Tensor) -> list[float] | list[None]:
         """The advantage of each of one prompt's samples; None where the row has none."""
         if self.advantage is None:

@@ -40,11 +40,10 @@ _ERROR_LETTERS = 20_000
 # RAY_max_direct_call_object_size: a smaller result comes with the answer to its call
 _DIRECT_BYTES = 100 * 1024
 _NO_THREAD = "can't start new thread"  # CPython's words
-_EARLIEST = 0.9  # of a period
-_MOST_PERIODS = 2  # that count between two looks
-_FETCH_S = (
-    3.0  # for an error of another node, which may be cut off: nobody looks at the workers meanwhile
-)
+_LEAST_PERIOD_SHARE = 0.9  # that has passed when a look counts
+_MOST_PERIODS = 2  # between two looks, unless this process was suspended
+# for an error of another node, which may be cut off: nobody looks at the workers meanwhile
+_FETCH_S = 3.0
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 _CALLS = 2**20
 # between two heartbeats of all workers there is so much for each: asking takes this process a fiftieth of it
@@ -353,8 +352,8 @@ def is_loss(error: Exception) -> bool:
 class Pulses:
     """Sends each worker a heartbeat request once a period, and counts for how long it has not answered.
 
-    Between two looks at most two periods count: if a laptop or Slurm suspends everything at once, no worker counts as
-    silent. Heartbeats are answered during calls, however long these take.
+    If a laptop or Slurm suspends everything at once, no worker counts as silent: of a long time between two looks a
+    period counts. Heartbeats are answered during calls, however long these take.
     """
 
     def __init__(self, bound_s: float, period_s: float = 10.0) -> None:
@@ -377,11 +376,14 @@ class Pulses:
         passed_s = now - self._looked_at
         period_s = max(self._period_s, _PULSE_S * len(workers))
         # who looks once a period may be a little early, which must not cost a whole one
-        if passed_s < _EARLIEST * period_s:
+        if passed_s < _LEAST_PERIOD_SHARE * period_s:
             return
         self._looked_at = now
+        if passed_s > _MOST_PERIODS * period_s:
+            # this process itself was suspended
+            passed_s = self._period_s
         for worker in self.unanswered():
-            self._silent_s[worker] += min(passed_s, _MOST_PERIODS * period_s)
+            self._silent_s[worker] += passed_s
         self.ask(workers)
 
     def ask(self, workers: Sequence[Worker]) -> None:

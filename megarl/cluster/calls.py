@@ -66,16 +66,11 @@ class Calls:
         self._pulses = Pulses(timeout_s)
         # of the workers that can be replaced, whose hanging costs less when it is noticed soon
         self._quick_pulses = Pulses(timeout_s, period_s=_QUICK_PERIOD_S)
-        # of the workers that compute
-        self._stillness = GroupStillness(timeout_s)
+        self._stillness = GroupStillness(timeout_s)  # of the workers that compute
         self._workers: list[Worker] = []
-        self._fetch = partial(
-            fetch, timeout_s=timeout_s, look=lambda: self._judge_silence(self._workers)
-        )
-        # of the workers whose loss does not end the run
-        self._owners: dict[Worker, OnLoss] = {}
-        # why owners have ended workers, by the names of these
-        self._causes: dict[str, Exception] = {}
+        self._fetch = partial(fetch, timeout_s=timeout_s, look=self._look)
+        self._owners: dict[Worker, OnLoss] = {}  # of the workers whose loss does not end the run
+        self._causes: dict[str, Exception] = {}  # why owners have ended workers, by their names
         self._servers: processes.RayServers | None = None
         self._background: Background | None = None
         self.host = LOOPBACK
@@ -358,15 +353,24 @@ class Calls:
     def _ended(self, refs: list[Ref], watched: Sequence[Worker]) -> list[Ref]:
         """The calls that have ended, as soon as one has; [] after _LOOK_S. Also sends the heartbeats.
 
-        Returns all ended calls at once, because the cost of each `ray.wait` grows with the number of references. The
-        results stay on their nodes. Raises WorkerFailed when a server of Ray has died.
+        Returns all ended calls at once: the cost of each `ray.wait` grows with the references. Results stay where they
+        are. Raises WorkerFailed when a server of Ray has died.
         """
-        self._pulses.look(watched)
-        self._quick_pulses.look([worker for worker in watched if worker in self._owners])
+        self._send_heartbeats(watched)
         ray.wait(refs, num_returns=1, timeout=_LOOK_S, fetch_local=False)
         self._check_servers()
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         return done
+
+    def _send_heartbeats(self, workers: Sequence[Worker]) -> None:
+        self._pulses.look(workers)
+        self._quick_pulses.look([worker for worker in workers if worker in self._owners])
+
+    def _look(self) -> None:
+        """Judge the workers while a result is fetched, as while calls are waited for."""
+        self._send_heartbeats(self._workers)
+        self._check_servers()
+        self._judge_silence(self._workers)
 
     def _check_servers(self) -> None:
         """Raises WorkerFailed when a server of Ray has died: Ray itself would report it late, or end this process."""

@@ -108,6 +108,18 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
+def could_run(pid: int) -> bool:
+    """Whether a thread of the process runs, or waits for a processor or a disk; other threads wait for an event."""
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                # the name, in brackets, may have spaces
+                state, *_ = (thread / "stat").read_text().rpartition(")")[2].split()
+                if state in "RD":
+                    return True
+    return False
+
+
 def kill_descendants(spare: Collection[int]) -> None:
     """SIGKILL and reap every descendant of this process, except those in `spare` and their descendants."""
     left = descendants(spare)

@@ -26,8 +26,8 @@ _LABEL_WIDTH = 11
 _LONGEST_VALUE = 40
 
 
-def page() -> str:
-    """The reference page of all keys."""
+def reference_text() -> str:
+    """The reference page of all keys, without the newline at its end."""
     return reference_page().rstrip("\n")
 
 

@@ -46,8 +46,8 @@ def train(recipe: Recipe, *, resume: bool) -> None:
         train_recipe(recipe, inputs, log, start)
 
 
-def dry_run(recipe: Recipe, *, other: str | Path | None) -> None:
-    """Check a recipe; other: an option that contradicts that. Raises UserError."""
+def dry_run(recipe: Recipe, *, other: str | None) -> None:
+    """Check a recipe; other: a given option that excludes --dry-run. Raises UserError."""
     if other:
         raise UserError(
             "--dry-run", f"nothing is launched, and {other} says how", "leave one of them out"

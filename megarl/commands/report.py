@@ -39,7 +39,7 @@ def write_reports(
     if out and len(runs) > 1 and not compares:
         problem = f"{out} is one page, and these are {len(runs)} runs"
         raise UserError("--out", problem, "add --compare to lay them over each other")
-    of_file = _of_file(runs, samples)
+    samples_of_file = _samples_of_file(runs, samples)
     if compares:
         pages = {out or folders[0] / _COMPARISON: runs}
     else:
@@ -48,8 +48,20 @@ def write_reports(
     if any(errors):
         raise UserErrors([error for error in errors if error])
     for target, on_page in pages.items():
-        html = page([run_data(run, _planned(run, plans), of_file) for run in on_page])
+        html = page([run_data(run, _planned(run, plans), samples_of_file) for run in on_page])
         _write_page(html, target, say)
+
+
+def refuse_with_watch(out: Path | None, samples: Path | None, *, compares: bool) -> None:
+    """Raises UserError for the first of these options that contradicts --watch. They are as of `write_reports`."""
+    problems = (
+        (out is not None, "--out", "--watch serves the page and writes no file"),
+        (samples is not None, "--samples", "--watch follows samples.jsonl"),
+        (compares, "--compare", "--watch lays several runs over each other by itself"),
+    )
+    for is_given, option, problem in problems:
+        if is_given:
+            raise UserError(option, problem, "leave one of them out")
 
 
 def watch_runs(folders: Sequence[Path], port: int, say: Say, *, plans: bool) -> None:
@@ -69,7 +81,7 @@ def _planned(run: FolderContents, plans: bool) -> Planned | None:
     return planned(run.recipe) if run.recipe and plans else None
 
 
-def _of_file(runs: Sequence[FolderContents], path: Path | None) -> FileSamples | None:
+def _samples_of_file(runs: Sequence[FolderContents], path: Path | None) -> FileSamples | None:
     """What a file of samples has; None without one. Raises UserError."""
     if path is None:
         return None

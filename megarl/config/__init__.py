@@ -242,7 +242,7 @@ class EvaluationSetConfig(Branch):
     temperature: Temperature | None = None
     """Sampling temperature for this set; null: `evaluation.temperature`."""
     top_p: TopP | None = None
-    """Nucleus sampling for this set; null: `evaluation.top_p`."""
+    """Nucleus sampling for this set, where its temperature is above 0; null: `evaluation.top_p`."""
     max_response_tokens: Count | None = None
     """The most tokens of an answer to this set; null: `evaluation.max_response_tokens`."""
 
@@ -281,7 +281,8 @@ class CheckpointConfig(Branch):
     """
 
     every: Count | None = None
-    """Steps from one checkpoint to the next; null: one is written on SIGUSR1 and for `megarl drain` alone."""
+    """Steps from one checkpoint to the next; one is also written after the warm start and after the last step. null:
+    one is written on SIGUSR1 and for `megarl drain` alone."""
     keep: Count = 3
     """Newest checkpoints that stay."""
     asynchronous: bool = True
@@ -315,12 +316,13 @@ class PlacementConfig(Branch):
     gpus_per_node: ParallelSize = 8
     """GPUs of a node: neighbours with fast links, into whose node what several of them need is sent once."""
     network: Literal["loopback", "nodes"] = "loopback"
-    """loopback: the run starts its own Ray on this machine; nodes: it takes those of a Ray cluster that runs, by their
-    addresses."""
+    """loopback: the run starts its own Ray on this machine; nodes: it uses the nodes of a running Ray cluster, and
+    their addresses."""
     spare_nodes: Whole = 0
     """Further nodes that are idle until one takes the place of a node that died."""
     hardware: FilePath | None = None
-    """File of recipes/hardware with the figures of the GPUs, for `megarl plan` and `--dry-run`."""
+    """YAML file with the figures of the GPUs, of recipes/hardware or written by `megarl doctor --measure`: for `megarl
+    plan`, `--dry-run`, `doctor`, `report`, and the memory that engines leave to NCCL."""
 
     @property
     def node_gpus(self) -> int | None:

@@ -135,7 +135,7 @@ class RewardConfig(Branch):
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
     source: Text = "data_source"
-    """Column that names a row's source."""
+    """Column that names a row's source, for `reward.by_source` and for `source` in `samples.jsonl`."""
     by_source: Mapping[Text, SourceRewardConfig] = {}
     """Functions for the rows of named sources; all other rows are scored by `reward.function`."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 2

@@ -128,7 +128,7 @@ class ReferenceConfig(Branch):
     use: bool = False
     """Computes the KL to the reference for the metrics where no loss or reward has it."""
     path: FilePath | None = None
-    """Checkpoint of the reference, or of a teacher; null: the policy's first weights."""
+    """Checkpoint of the reference, or of a teacher; null: `model.path`."""
 
 
 class RanksConfig(Branch):

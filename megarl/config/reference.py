@@ -28,7 +28,7 @@ editors ([how](running.md#help-with-keys)). The page is generated from the class
 
 NAME in a key is a name of your own, N the number of a list's item, from 0. A key without a default has to be set where
 its branch is there. The default of a hyperparameter (`algorithm`) holds unless the row of `algorithm.name` has another
-([algorithms.md](algorithms.md)).
+([algorithms.md](algorithms.md)); null in `algorithm` means the row's value.
 """
 
 

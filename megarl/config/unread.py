@@ -4,9 +4,6 @@ from __future__ import annotations
 
 _FROM_ANSWERS = "{algorithm} learns from the data's answers"
 _AGENT = "an agent makes its own calls"
-_NO_CHECKPOINTS = (
-    "checkpoint.every is not set: a checkpoint is written on SIGUSR1 and for megarl drain alone"
-)
 # key or section -> why a run does not read it, or its keys; {algorithm} stands for the name of the run's algorithm
 UNREAD_WHERE = {
     "data.messages": "episode is not set",
@@ -18,23 +15,19 @@ UNREAD_WHERE = {
     "run.restart_window_s": "run.restarts is 0",
     "run.on_silent_fault": "run.restarts is 0: no step is repeated",
     "warm_start": "warm_start.steps is not set",
-    "reward.source": "reward.by_source names no source",
     "rollout.temperature": _FROM_ANSWERS,
     "rollout.top_p": _FROM_ANSWERS,
     "rollout.phase_tokens": _FROM_ANSWERS,
     "rollout.prompts_in_flight": _FROM_ANSWERS,
     "rollout.ahead": _FROM_ANSWERS,
     "evaluation": "data.eval names no set",
-    "evaluation.top_p": "at temperature 0 the most probable token is taken",
+    "evaluation.top_p": "the temperature is 0, and the most probable token is taken",
     "reshard.round_bytes": "external engines get weights as files",
     "train.lr_end": "train.lr_schedule is constant",
     "reference.path": "reference.use is false and algorithm.kl_coefficient is 0",
     "critic": "{algorithm} has no critic",
     "critic.lr_end": "the critic's lr_schedule is constant",
-    "reward_model": "reward_model.path is not set",
-    "checkpoint.keep": _NO_CHECKPOINTS,
-    "checkpoint.asynchronous": _NO_CHECKPOINTS,
-    "checkpoint.may_fail": _NO_CHECKPOINTS,
+    "reward_model": "neither reward_model.path nor reward_model.adapters is set",
     "checkpoint.memory_copies": "run.restarts is 0: a rank that fails ends the run",
 }
 
@@ -42,12 +35,17 @@ UNREAD_WHERE = {
 def why_unread(path: str) -> list[str]:
     """When nothing reads a key, by itself or with a section around it; empty where every run reads it.
 
-    The switch of a section (warm_start.steps) is no reason for itself.
+    The switches of a section, as warm_start.steps, which its reason names, are read in any case.
     """
     sections = path.split(".")
     names = (".".join(sections[:depth]) for depth in range(1, len(sections) + 1))
     return [
         UNREAD_WHERE[name].format(algorithm="the algorithm")
         for name in names
-        if name in UNREAD_WHERE and not UNREAD_WHERE[name].startswith(f"{path} ")
+        if name in UNREAD_WHERE and not _is_switch(path, name)
     ]
+
+
+def _is_switch(path: str, section: str) -> bool:
+    """Whether a key lies in a section and its value decides whether the section is read."""
+    return path.startswith(f"{section}.") and path in UNREAD_WHERE[section].split()

@@ -25,8 +25,8 @@ from megarl.samples.buffer import num_phases, staleness_bound
 from megarl.types import IntArray
 
 _SEQUENCES = 256  # of a step that are simulated: of an engine with more, a part
-# Over fewer, a run that has sampled more since the first of them than it has trained on looks slow, and the opposite
-# one fast: phases and steps take turns, and few numbers of steps have whole ones.
+# Over fewer steps the figures depend on whether the last one began with many open samples or with few: phases and steps
+# take turns.
 _STEPS = 24
 # prompts of a step of a part, and longest responses that its cache holds
 _LEAST_PROMPTS = 16

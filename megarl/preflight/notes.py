@@ -30,7 +30,7 @@ _LOW_LORA_RATE = 5e-6  # rates of full training by reinforcement are about 1e-6
 def unread_reasons(recipe: Recipe) -> dict[str, str]:
     """Key or section -> why nothing reads it, or "" where something does. Keys inside of a section are unread with it.
 
-    Where a switch is set to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the
+    Where a switch is set to off explicitly (warm_start.steps, data.eval), no note is made about the
     keys that it governs. Other checks tell of `algorithm` (hyperparameter_errors) and `evaluation.sets` (eval_errors).
     """
     name = recipe.algorithm.name
@@ -55,7 +55,6 @@ def _is_read(recipe: Recipe) -> dict[str, object]:
         "run.project": set(recipe.run.trackers) - {"tensorboard"},
         "run.compare_replicas_every": _has_replicas(recipe),
         "warm_start": _is_wanted(recipe.warm_start, "steps"),
-        "reward.source": recipe.reward.by_source,
         "rollout.temperature": samples,
         "rollout.top_p": samples,
         "rollout.phase_tokens": samples,
@@ -73,14 +72,10 @@ def _is_read(recipe: Recipe) -> dict[str, object]:
 
 
 def _is_read_for_recovery(recipe: Recipe) -> dict[str, object]:
-    """The same of the keys of `checkpoint`, and of what a run does after failures."""
-    has_checkpoints = _is_wanted(recipe.checkpoint, "every")
+    """The same of the keys for what a run does after failures."""
     return {
         "run.restart_window_s": recipe.run.restarts,
         "run.on_silent_fault": recipe.run.restarts or recipe.run.on_silent_fault == "stop",
-        "checkpoint.keep": has_checkpoints,
-        "checkpoint.asynchronous": has_checkpoints,
-        "checkpoint.may_fail": has_checkpoints,
         "checkpoint.memory_copies": recipe.run.restarts,
     }
 

@@ -2,7 +2,8 @@
 
 Nothing of a run is markup or program text. It is JSON in an element that no browser executes, with every character
 escaped that could end the element, and our program writes it by `textContent` alone. The page's Content-Security-Policy
-names the hashes of the two programs: nothing else can run, and nothing can be fetched or sent.
+names the hashes of the two programs: nothing else can run, and nothing can be fetched or sent, but for the data of
+`--watch`, from its own server.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.algos import ALGORITHMS
 from megarl.report.planned import Planned
-from megarl.report.recipe_keys import recipe_keys
+from megarl.report.recipe_rows import recipe_rows
 from megarl.report.run_files import FolderContents, columns
 from megarl.report.sample_file import FileSamples
 from megarl.tracking.health import Health
@@ -17,39 +17,43 @@ from megarl.types.json_objects import JsonObject
 
 
 def run_data(
-    run: FolderContents, of_plan: Planned | None = None, of_file: FileSamples | None = None
+    run: FolderContents,
+    planned_figures: Planned | None = None,
+    file_samples: FileSamples | None = None,
 ) -> JsonObject:
-    """One run for the page. of_plan: what follows from its recipe alone; None: that is left out.
+    """One run for the page. planned_figures: what follows from its recipe alone; None: that is left out.
 
-    of_file: samples that are shown in place of those of samples.jsonl.
+    file_samples: samples that are shown in place of those of samples.jsonl.
 
     metrics: by name, a number or null for each record. samples: lines of samples.jsonl, whose episodes are flat.
     losses: null where they cannot be read. slots, minimum_wire_bytes, planned_memory: as of `Planned`. signs: lines
     that say how the run looks sick.
     """
     recipe = run.recipe
-    of_plan = of_plan or Planned()
-    samples = of_file.samples if of_file else [_sample(sample) for sample in run.samples]
-    of_file = of_file or FileSamples()
+    planned_figures = planned_figures or Planned()
+    samples = file_samples.samples if file_samples else [_sample(sample) for sample in run.samples]
+    file_samples = file_samples or FileSamples()
     return {
         "name": run.name,
         "folder": str(run.folder),
         "steps": recipe.run.steps if recipe else None,
         "signs": _signs(run),
-        "notes": [redacted(note) for note in run.notes + of_plan.notes + of_file.notes],
+        "notes": [
+            redacted(note) for note in run.notes + planned_figures.notes + file_samples.notes
+        ],
         "metrics": columns(run.records),
         "samples": samples,
-        "expert_load": of_file.expert_load,
+        "expert_load": file_samples.expert_load,
         "losses": None
         if run.losses is None
         else [without_secrets(asdict(loss)) for loss in run.losses],
-        "recipe": [asdict(key) | {"differs": key.differs} for key in recipe_keys(recipe)]
+        "recipe": [asdict(row) | {"differs": row.differs} for row in recipe_rows(recipe)]
         if recipe
         else [],
         "recipe_text": redacted(run.recipe_text),
-        "slots": of_plan.slots,
-        "minimum_wire_bytes": of_plan.minimum_wire_bytes,
-        "planned_memory": of_plan.memory,
+        "slots": planned_figures.slots,
+        "minimum_wire_bytes": planned_figures.minimum_wire_bytes,
+        "planned_memory": planned_figures.memory,
     }
 
 
@@ -58,7 +62,7 @@ def _signs(run: FolderContents) -> list[str]:
     if run.recipe is None or run.recipe.algorithm.name not in ALGORITHMS:
         return []
     algorithm = ALGORITHMS[run.recipe.algorithm.name]
-    health = Health(algorithm.learns_from == "rewards" and not algorithm.has_teacher)
+    health = Health(algorithm.learns_from_rewards)
     signs: list[str] = []
     for record in run.records:
         numbers = {name: math.nan if value is None else value for name, value in record.items()}

@@ -43,10 +43,9 @@ class FollowedRun:
     plans: bool
     _seen: object = None
     _data: JsonObject = field(default_factory=dict)
-    _of_plan: Planned | None = None
-    _planned_from: tuple[int, int] | None = (
-        None  # the recipe's size and time; None: nothing is planned yet
-    )
+    _planned_figures: Planned | None = None
+    # size and time of the recipe that is planned; None: none is planned yet
+    _planned_from: tuple[int, int] | None = None
 
     def version(self) -> tuple[tuple[int, int], ...]:
         """Sizes and times of the run's files; a file that is not there has zeros."""
@@ -60,9 +59,9 @@ class FollowedRun:
             run = read_run(self.folder)
             # a run that resumes may have another recipe
             if self.plans and recipe_version != self._planned_from:
-                self._of_plan = planned(run.recipe) if run.recipe else None
+                self._planned_figures = planned(run.recipe) if run.recipe else None
                 self._planned_from = recipe_version
-            self._data = run_data(run, self._of_plan)
+            self._data = run_data(run, self._planned_figures)
             self._seen = version
         return self._data
 

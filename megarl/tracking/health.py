@@ -245,27 +245,30 @@ def _far_engine(now: Metrics, past: Past) -> str | None:
 
 
 def _grown_diff(now: Metrics, past: Past) -> str | None:
-    """The difference is several times that of the start, and not yet far: the engine's numerics do not change alone."""
+    """The difference is several times that of the start, and not yet far: the engine's rounding alone does not grow."""
     typical = past.typical(DIFF)
     if not (_NEAR <= now[DIFF] < _FAR and now[DIFF] >= _GROWN * typical):
         return None
     growth = f"{DIFF} has grown from {typical:.2g} to {now[DIFF]:.2g}"
-    return f"{growth}: the ratios of tokens are ever less the policy's own change; {_NEARER}"
+    return f"{growth}: the ratio measures the engine's error more and the policy's change less; {_NEARER}"
 
 
 def _worse_policy(now: Metrics, past: Past) -> str | None:
-    """The mean reward is below that of the best step by more than samples deviate there and at the start."""
+    """The mean reward is below that of the best step by more than samples deviate there, at the start, and now."""
     best = past.best
     if not best or _has_no_variance(now):
         return None
-    spread = max(best[STD], past.typical(STD))
+    spread = max(best[STD], past.typical(STD), now[STD])
     if now[REWARD] > best[REWARD] - spread:
         return None
     rate = ""
     if "train/lr" in now:
         rate = f" ({now['train/lr']:g})"
     fall = f"{REWARD} has fallen from {best[REWARD]:.3g} in step {best['step']:.0f} to {now[REWARD]:.3g}"
-    return f"{fall}: train.lr{rate} is probably too high, go back to a checkpoint of before with a third of it"
+    hint = "go back to a checkpoint of before with a third of it"
+    return (
+        f"{fall}: train.lr{rate} is probably too high, {hint}, unless data.train has become harder"
+    )
 
 
 def _truncated(now: Metrics, past: Past) -> str | None:
@@ -288,27 +291,27 @@ def _exploded_length(now: Metrics, past: Past) -> str | None:
 
 
 def _dead_experts(now: Metrics, past: Past) -> str | None:
-    """More experts have no tokens than at the start, when the data used what it uses."""
+    """More experts have no tokens than at the start, when the same data used more experts."""
     unused = past.typical(UNUSED_EXPERTS)
-    if now[UNUSED_EXPERTS] < max(_MANY_UNUSED, 2 * unused):
+    if math.isnan(unused) or now[UNUSED_EXPERTS] < max(_MANY_UNUSED, 2 * unused):
         return None
     growth = f"{now[UNUSED_EXPERTS]:.0%} of the experts get no token in an update, at the start it was {unused:.0%}"
     return f"{growth}: the router collapses; raise train.aux_loss, or lower train.lr"
 
 
 def _idle_ranks(now: Metrics, past: Past) -> str | None:
-    share = now[IDLE_RANKS_S] / now[STEP_S]
-    if share < _OFTEN_IDLE:
+    if now[IDLE_RANKS_S] < _OFTEN_IDLE * now[STEP_S] or not now[STEP_S]:
         return None
-    hint = "set rollout.ahead to 1, or raise placement.gpus for more engines"
+    share = now[IDLE_RANKS_S] / now[STEP_S]
+    hint = "set rollout.ahead to 1 where it is 0, or raise placement.gpus for more engines"
     return f"GPUs that only train wait for {share:.0%} of a step ({IDLE_RANKS_S}); {hint}"
 
 
 def _idle_engines(now: Metrics, past: Past) -> str | None:
-    share = now[IDLE_ENGINES_S] / now[STEP_S]
-    if share < _OFTEN_IDLE:
+    if now[IDLE_ENGINES_S] < _OFTEN_IDLE * now[STEP_S] or not now[STEP_S]:
         return None
-    hint = "set rollout.ahead to 1, or raise placement.train_gpus"
+    share = now[IDLE_ENGINES_S] / now[STEP_S]
+    hint = "set rollout.ahead to 1 where it is 0, or raise placement.train_gpus"
     return f"GPUs that only sample wait for {share:.0%} of a step ({IDLE_ENGINES_S}); {hint}"
 
 

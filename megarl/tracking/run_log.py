@@ -165,8 +165,7 @@ class RunLog:
         recipe = self._recipe
         self._history = self._begin(step)
         algorithm = ALGORITHMS[recipe.algorithm.name]
-        learns_from_rewards = algorithm.learns_from == "rewards" and not algorithm.has_teacher
-        self._health = Health(learns_from_rewards).after_all(self._history)
+        self._health = Health(algorithm.learns_from_rewards).after_all(self._history)
         shown = without_secrets(recipe.model_dump(mode="json"))
         commit = code_commit() if recipe.run.trackers else ""
         tracked = TrackedRun(

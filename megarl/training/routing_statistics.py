@@ -18,7 +18,7 @@ _NAMES = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choic
 AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _NAMES[:3])
 # of the replayed choices, those that are not the router's own
 DIFFERING_SHARE = Statistic("replay/differing_share")
-# tokens of a layer's busiest expert over those of its mean one, in the layer where that is most
+# tokens of a layer's busiest expert over the mean of its experts, in the layer where that is most
 BUSIEST = Statistic("experts/busiest", UPDATE_MEAN)
 UNUSED = Statistic("experts/unused", UPDATE_MEAN)  # share of all layers' experts without a token
 

@@ -249,9 +249,9 @@ class Hyperparameters:
     """PRIME's beta: a token's process reward is this many times its log-ratio (arXiv 2502.01456)."""
 
     critic_lambda: float | None = bounded(None, ge=0, le=1)
-    """Lambda of the critic's returns; null: `algorithm.gae_lambda`."""
+    """Lambda of the critic's returns; null, where no row sets it: `algorithm.gae_lambda`."""
     value_clip: float | None = bounded(None, ge=1e-9, le=1e9)
-    """A value is trained only this far from the value before the step; null: without a limit."""
+    """A value is trained only this far from the value before the step; null, where no row sets it: without a limit."""
     critic_warmup_steps: int = bounded(0, ge=0, le=2**31 - 1)
     """First steps, in which the critic alone learns; the policy's learning-rate warm-up starts after them."""
 
@@ -261,9 +261,9 @@ class Hyperparameters:
     rollout_correction: RolloutCorrection = "off"
     """Correction where the engine's probability mu and the trainer's p_old, of the policy before the step, differ.
 
-    By w = p_old / mu: tis truncates w at the upper bound; mis_token, mis_sequence and mis_geometric weight by w and
-    drop what is out of bounds (a token; a sequence by its product; a sequence by its geometric mean); icepop also has a
-    lower bound.
+    By w = p_old / mu of each token: tis truncates w at the upper bound (2). The others weight by w and drop what is out
+    of bounds: mis_token and icepop a token by w (up to 2; 0.5 to 5), mis_sequence a sequence by the product of w, which
+    is also its weight (up to 2), mis_geometric a sequence by the geometric mean of w (0.99 to 1.01).
     """
     rollout_correction_low: float | None = bounded(None, ge=0, le=1e6)
     """Lower bound of the correction; null: the usual one of `algorithm.rollout_correction`."""

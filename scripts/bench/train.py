@@ -2,13 +2,14 @@
 
 The two take turns, step by step, so that other work of the machine affects both. Prints tokens per second of each,
 the ratio (median over pairs of steps), and the share of the GPUs' peak where it is known. Losses and gradient norms of
-every step must agree, or the bench fails. Keys of a recipe (train.recompute.moe=1) are those of megarl's step, and the
-other one is then megarl's without them, in the same layout, with weights of its own in the same process. With --without
-it is megarl's own step without the comparison of replicas (run.compare_replicas_every), or without all of the search
-for silent faults, which also looks for numbers that are not finite. With --old-logprobs it is a step of --updates
-updates before which all old log-probabilities are computed, and not those alone which that setting needs. With
---cp-auto rows are split by their length over up to --longest / --budget data-parallel ranks, and the other one splits
-all rows over so many, as a fixed train.cp would: both have --budget tokens on a rank.
+every step must agree, or the bench fails. One option at most names another step that megarl's is compared with. Keys of
+a recipe (train.recompute.moe=1) are those of megarl's step, which is compared with megarl's step without them, in the
+same layout, with weights of its own in the same process. --without compares it with megarl's own step without the
+comparison of replicas (run.compare_replicas_every), or without all of the search for silent faults, which also looks
+for numbers that are not finite. --old-logprobs compares it with a step of --updates updates before which all old
+log-probabilities are computed, and not those alone which that setting needs. With --cp-auto rows are split by their
+length over up to --longest / --budget data-parallel ranks, and the step that it is compared with splits all rows over
+so many, as a fixed train.cp would: both have --budget tokens on a rank.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ TIMEOUT_S = 600.0
 LR = 1e-4
 WARM_UP = 2
 TOLERANCE = 1e-3
-# of the others, those that have the same loss and gradient norm in every step
+# of the steps that megarl's is compared with, those that have the same loss and gradient norm in every step
 WITH_OWN_WEIGHTS = {"bare", "without_keys"}
 
 
@@ -361,12 +362,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a micro-batch")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--without", choices=["guard", "comparison"], help="its cost alone")
-    parser.add_argument("--old-logprobs", choices=["train", "engine"], help="their pass alone")
-    parser.add_argument("--cp-auto", action="store_true", help="rows split by their length")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--without", choices=["guard", "comparison"], help="its cost alone")
+    other.add_argument("--old-logprobs", choices=["train", "engine"], help="their pass alone")
+    other.add_argument("--cp-auto", action="store_true", help="rows split by their length")
+    other.add_argument("keys", nargs="*", default=[], help="of the recipe: train.a.b=c")
     parser.add_argument("--updates", type=int, default=4, help="of a step with --old-logprobs")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("keys", nargs="*", help="of the recipe: train.a.b=c")
 
 
 def comparison_of(args: argparse.Namespace, plain: Recipe) -> Comparison:

@@ -23,6 +23,11 @@ def test_stages_of_a_training_step(name: str) -> None:
     assert row.stages(row.hyperparameters) == STAGES.get(name, ("sample", "update"))
 
 
+def test_neither_demonstrations_nor_a_teacher_alone_are_rewards() -> None:
+    without = {name for name, row in ALGORITHMS.items() if not row.learns_from_rewards}
+    assert without == {"on_policy_distillation", "sft"}
+
+
 def test_a_critic_needs_no_look_at_the_policy_without_a_kl_reward() -> None:
     row = ALGORITHMS["ppo"]
     assert row.stages(replace(row.hyperparameters, kl_coefficient=0.0)) == (

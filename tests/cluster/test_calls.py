@@ -111,6 +111,20 @@ def test_a_worker_that_a_signal_stops_while_it_starts_is_not_given_the_time_of_a
     assert session.told == told
 
 
+def test_while_a_result_is_fetched_workers_are_asked_for_heartbeats_and_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session(monkeypatch)
+    session.add("engine 0", "watch", lambda: None)
+    asked: list[int] = []
+    monkeypatch.setattr(session._pulses, "look", lambda workers: None)
+    monkeypatch.setattr(session._quick_pulses, "look", lambda workers: asked.append(len(workers)))
+    monkeypatch.setattr(session._quick_pulses, "is_overdue", lambda worker: bool(asked))
+    monkeypatch.setattr(session, "is_stopped", lambda _: False)
+    session._fetch.keywords["look"]()
+    assert asked == [1] and session.told == ["watch"]
+
+
 @pytest.mark.parametrize("is_silent", [True, False])
 def test_what_an_owner_was_told_is_the_cause_of_all_that_it_has_ended(
     monkeypatch: pytest.MonkeyPatch, is_silent: bool

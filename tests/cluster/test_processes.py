@@ -113,3 +113,23 @@ def test_a_raylet_is_ended_once_a_signal_has_stopped_it_for_long_enough(
             clock.now_s += 1.0
             watch.kill_if_stopped()
         assert raylet.wait() == -signal.SIGKILL
+
+
+def test_a_process_that_waits_for_input_could_not_run_and_one_that_computes_could():
+    program = "print(flush=True); input(); print(flush=True)\nwhile True: pass"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin and child.stdout
+    try:
+        child.stdout.readline()
+        while processes.could_run(child.pid):
+            pass
+        child.stdin.write("\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        assert processes.could_run(child.pid)
+    finally:
+        child.kill()
+        child.communicate()
+    assert not processes.could_run(child.pid), "it has ended"

@@ -47,8 +47,8 @@ def test_looks_in_between_count_together_with_the_next(clock: SimpleNamespace) -
     assert looked(Pulses(60.0, period_s=1.0), clock, [0.5] * 8) == pytest.approx(4.0)
 
 
-def test_of_a_machine_that_was_suspended_two_periods_count(clock: SimpleNamespace) -> None:
-    assert looked(Pulses(60.0, period_s=1.0), clock, [10_000.0]) == 2.0
+def test_of_a_machine_that_was_suspended_a_period_counts(clock: SimpleNamespace) -> None:
+    assert looked(Pulses(60.0, period_s=1.0), clock, [10_000.0]) == 1.0
 
 
 def test_many_workers_are_asked_less_often_and_their_silence_is_as_long(
@@ -60,3 +60,6 @@ def test_many_workers_are_asked_less_often_and_their_silence_is_as_long(
         pulses.look(workers)
         clock.now_s += 1.0
     assert pulses.silence_s(workers[0]) == pytest.approx(8.0), "two looks, four seconds apart"
+    clock.now_s += 10_000.0
+    pulses.look(workers)
+    assert pulses.silence_s(workers[0]) == pytest.approx(9.0), "all were suspended"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from megarl import cli
 from megarl.commands.report import write_reports
 from megarl.types import UserError, UserErrors
 from tests.report.runs import a_run
@@ -59,3 +61,19 @@ def test_what_cannot_be_written_is_told(
     with pytest.raises((UserError, UserErrors), match=says):
         write_reports(folders, target, lambda _: None, compares=False, plans=False)
     assert not list(tmp_path.rglob("*.html"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--out", "x.html"], "--out: --watch serves the page and writes no file"),
+        (["--samples", "x.parquet"], "--samples: --watch follows samples.jsonl"),
+        (["--compare"], "--compare: --watch lays several runs over each other by itself"),
+    ],
+)
+def test_options_that_contradict_watching_are_refused(
+    tmp_path: Path, options: list[str], says: str
+) -> None:
+    result = CliRunner().invoke(cli.app, ["report", str(tmp_path / "no"), "--watch", *options])
+    assert result.exit_code == 2
+    assert result.stderr == f"{says}; leave one of them out\n"

@@ -453,6 +453,9 @@ def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatc
         "rollout.engine.sglang.page_size",
         "train.pp",
     ]
-    result = CliRunner().invoke(cli.app, [*arguments, "--resume"])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("--dry-run: nothing is launched, and --resume says how")
+    for options in (["--resume"], ["--from-samples", "samples.parquet"]):
+        result = CliRunner().invoke(cli.app, [*arguments, *options])
+        assert result.exit_code == 2
+        assert result.stderr.startswith(
+            f"--dry-run: nothing is launched, and {options[0]} says how"
+        )

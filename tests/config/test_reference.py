@@ -122,13 +122,18 @@ def test_a_required_key_says_of_which_branch() -> None:
 
 def test_when_nothing_reads_a_key() -> None:
     assert why_unread("train.lr") == []
+    assert why_unread("critic") == ["the algorithm has no critic"]
     assert why_unread("rollout.top_p") == ["the algorithm learns from the data's answers"]
     assert why_unread("critic.lr_end") == [
         "the algorithm has no critic",
         "the critic's lr_schedule is constant",
     ]
     assert why_unread("warm_start.lr") == ["warm_start.steps is not set"]
-    assert why_unread("warm_start.steps") == [], "the switch itself is read"
+    assert why_unread("reward_model.weight") == [
+        "neither reward_model.path nor reward_model.adapters is set"
+    ]
+    for switch in ("warm_start.steps", "reward_model.path", "reward_model.adapters"):
+        assert why_unread(switch) == [], "the switch itself is read"
     assert set(UNREAD_WHERE) <= set(recipe_keys())
 
 

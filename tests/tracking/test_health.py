@@ -136,7 +136,7 @@ def test_a_reward_that_never_differs_is_the_functions_fault() -> None:
         ),
         (
             {"logprob_diff": 0.03},
-            "rollout/logprob_diff_mean has grown from 0.005 to 0.03: the ratios of tokens",
+            "rollout/logprob_diff_mean has grown from 0.005 to 0.03: the ratio measures the engine's",
         ),
         (
             {"mean": -0.1, "accuracy": 0.2},
@@ -168,6 +168,19 @@ def test_a_collapse_is_reported_when_it_lasts(sick: dict[str, float], says: str)
     assert reported(history((6, {}), (2, sick), (1, {}), (2, sick), (1, {}))) == []
     (line,) = reported(history((6, {}), (9, sick)))
     assert line.startswith("step 9: ") and says in line
+
+
+def test_a_run_that_an_earlier_version_began_has_nothing_to_compare_unused_experts_with() -> None:
+    before = [
+        {name: value for name, value in record.items() if name != "experts/unused"}
+        for record in history((6, {}))
+    ]
+    after = [step(number, unused=0.4) for number in range(7, 12)]
+    assert reported([*before, *after]) == []
+
+
+def test_a_step_without_seconds_has_no_idle_share() -> None:
+    assert reported(history((6, {"step_s": 0.0, "ranks_s": 0.0, "engines_s": 0.0}))) == []
 
 
 def test_longer_responses_that_are_right_more_often_are_welcome() -> None:

@@ -99,9 +99,9 @@ function describeLines(runs, names, scale) {
     const [xs, ys] = pointsOf(run, name);
     if (!xs.length) return;
     for (const value of ys) smallest = Math.min(smallest, value);
-    const isOne = runs.length === 1;
-    const shown = isOne ? name : `${run.name}: ${name}`;
-    traces.push(isOne ? lineTrace(xs, ys, shown, index) : lineTrace(xs, ys, shown, runIndex, index));
+    const isSingleRun = runs.length === 1;
+    const shown = isSingleRun ? name : `${run.name}: ${name}`;
+    traces.push(isSingleRun ? lineTrace(xs, ys, shown, index) : lineTrace(xs, ys, shown, runIndex, index));
   }));
   return [traces, { showlegend: true, yaxis: scale === "log" && smallest > 0 ? { type: "log" } : {} }];
 }

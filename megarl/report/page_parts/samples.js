@@ -196,8 +196,8 @@ function tokenSpans(row, isByLogp) {
   const versions = row.parts.flatMap(([version, count]) => new Array(count).fill(version));
   return row.tokens.map((text, index) => {
     const isSampled = row.trained[index];
-    const said = isSampled ? `logprob ${row.logp[index]}, version ${versions[index]}` : "not sampled by the model";
-    const span = make("span", { class: isSampled ? "" : "other", text, title: said });
+    const tooltip = isSampled ? `logprob ${row.logp[index]}, version ${versions[index]}` : "not sampled by the model";
+    const span = make("span", { class: isSampled ? "" : "other", text, title: tooltip });
     if (isSampled) span.style.background = isByLogp ? `rgba(217, 102, 59, ${Math.min(0.75, -row.logp[index] / 8)})` : versionColour(versions[index]);
     return span;
   });

@@ -62,7 +62,7 @@ class _Progress:
     stillness: Stillness = field(default_factory=Stillness)
 
     def still_s(self, now_s: float, pid: int, *, is_judged: bool) -> float:
-        """For how long the process has done nothing in what it does; 0 where its work is not judged."""
+        """For how long the process has done no work in its round or exchange; 0 where its work is not judged."""
         if not is_judged:
             self.stillness.end()
             return 0.0
@@ -121,7 +121,7 @@ class Standstill:
             still_s = progress.still_s(now, process.pid or 0, is_judged=is_judged)
             if count == _EXEMPT:
                 still_in_exchange_s.append(still_s)
-            else:
+            elif count > 0:
                 still_in_round_s.append(still_s)
             if count == _EXEMPT and still_s >= self._deadline.ceiling_s + PEERS_S:
                 return f"engine scheduler {name} stands still in an exchange, for {still_s:.0f} s"
@@ -133,13 +133,20 @@ class Standstill:
         self.exchange_still_s = min(still_in_exchange_s, default=0.0)
         if still:
             return f"engine scheduler {', '.join(still)} has done nothing for {limit_s:g} s"
-        if still_in_round_s and not still_in_exchange_s:
-            return self._hang_in_round(now, still_in_round_s)
+        if self._computes_here and len(still_in_round_s) == len(schedulers):
+            return self._hang_in_round(now, still_in_round_s, schedulers)
         return None
 
-    def _hang_in_round(self, now_s: float, still_s: Sequence[float]) -> str | None:
-        """A description where no scheduler of the engine does anything, though all are in a round; or None."""
+    def _hang_in_round(
+        self, now_s: float, still_s: Sequence[float], schedulers: Sequence[BaseProcess]
+    ) -> str | None:
+        """A description where no scheduler of the engine does anything, though all are in a round; or None.
+
+        One that waits for a processor, on a busy machine, does not hang.
+        """
         if not self._of_rounds.is_overdue(now_s, still_s):
+            return None
+        if any(processes.could_run(process.pid or 0) for process in schedulers):
             return None
         who = "the engine's scheduler stands"
         if len(still_s) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scripts.bench.train import main
 from tests.scripts.bench.benches import figures, refusal
 
 
@@ -29,6 +30,17 @@ def test_a_run_on_two_ranks() -> None:
     assert uncompared["without_comparison_tokens_per_s"] > 0
     again = figures("train", f"{small} --pp 2 --gpus 2 train.recompute.layer=1")
     assert again["without_keys_tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("other", ["--without guard", "--old-logprobs train", "--cp-auto"])
+def test_two_comparisons_at_once_are_refused(
+    other: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", *other.split(), "train.recompute.layer=1"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    problem = f"argument keys: not allowed with argument {other.split()[0]}"
+    assert capsys.readouterr().err.endswith(f"{problem}\n")
 
 
 @pytest.mark.slow
