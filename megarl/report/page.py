@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -31,18 +32,19 @@ _PROGRAMS = (
 _ESCAPED = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def page(runs: Sequence[JsonObject], *, is_followed: bool = False) -> str:
+def page(runs: Sequence[JsonObject], *, version: str | None = None) -> str:
     """The HTML of runs, objects of `run_data`; several are laid over each other.
 
-    is_followed: the page asks its server for newer data. Raises UserError where Plotly is not installed.
+    version: of this data, with which the page asks its server for newer; None: it does not ask. Raises UserError where
+    Plotly is not installed.
     """
     plotly = _plotly_program()
     program = "\n".join(_part(name) for name in _PROGRAMS)
     parts = {
-        "policy": content_security_policy([plotly, program], is_followed=is_followed),
+        "policy": content_security_policy([plotly, program], is_followed=version is not None),
         "style": _part("page.css"),
         "plotly": plotly,
-        "data": embedded_json({"runs": list(runs), "is_followed": is_followed}),
+        "data": embedded_json({"runs": list(runs), "version": version}),
         "program": program,
     }
     # split once: the runs' own text may have the names of parts in it
@@ -66,6 +68,8 @@ def _finite(value: Any) -> Any:
     """The value with null in place of numbers that are not finite, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, int) and abs(value) > sys.float_info.max:  # infinite to JavaScript
+        return None
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -25,8 +25,9 @@ def run_data(
 
     file_samples: samples that are shown in place of those of samples.jsonl.
 
-    metrics: by name, a number or null for each record. samples: lines of samples.jsonl, whose episodes are flat. slots,
-    minimum_wire_bytes, planned_memory: as of `Planned`. signs: lines that say how the run looks sick.
+    metrics: by name, a number or null for each record. samples: lines of samples.jsonl, whose episodes are flat.
+    losses: null where they cannot be read. slots, minimum_wire_bytes, planned_memory: as of `Planned`. signs: lines
+    that say how the run looks sick.
     """
     recipe = run.recipe
     planned_figures = planned_figures or Planned()
@@ -43,7 +44,9 @@ def run_data(
         "metrics": columns(run.records),
         "samples": samples,
         "expert_load": file_samples.expert_load,
-        "losses": [without_secrets(asdict(loss)) for loss in run.losses],
+        "losses": None
+        if run.losses is None
+        else [without_secrets(asdict(loss)) for loss in run.losses],
         "recipe": [asdict(row) | {"differs": row.differs} for row in recipe_rows(recipe)]
         if recipe
         else [],

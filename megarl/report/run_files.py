@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from megarl.types.json_objects import JsonObject, depth
 from megarl.types.losses import Loss
 
 _DIGITS = 6  # of a number on the page
-_MOST_SAMPLE_BYTES = 64 * 1024 * 1024
+MOST_SAMPLE_BYTES = 64 * 1024 * 1024  # on a page, as lines of samples.jsonl
 _LAST_STEP = 2**63
 _DEEPEST = 100  # of a sample's JSON
 
@@ -27,14 +28,15 @@ _DEEPEST = 100  # of a sample's JSON
 class FolderContents:
     """A run's folder, read.
 
-    records: of metrics.jsonl, whose numbers that are not finite are None. samples: lines of samples.jsonl. recipe: None
-    where recipe.yaml is not one of this version; recipe_text is its text then. notes: what is left out, a line each.
+    records: of metrics.jsonl, whose numbers that are not finite are None. samples: lines of samples.jsonl. losses:
+    None where losses.jsonl is there and cannot be read. recipe: None where recipe.yaml is not one of this version;
+    recipe_text is its text then. notes: what is left out, a line each.
     """
 
     folder: Path
     records: Sequence[JsonObject]
     samples: Sequence[JsonObject]
-    losses: Sequence[Loss]
+    losses: Sequence[Loss] | None
     recipe: Recipe | None
     recipe_text: str
     notes: list[str] = field(default_factory=list)
@@ -61,7 +63,7 @@ def read_run(folder: Path) -> FolderContents:
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
         raise UserError(str(folder), problem, "see the permissions of its files") from None
-    losses = read_losses(folder / "losses.jsonl")
+    losses = _losses(folder / "losses.jsonl", notes)
     return FolderContents(folder, records, samples, losses, recipe, text, notes)
 
 
@@ -84,7 +86,13 @@ def _records(file: Path, notes: list[str]) -> list[JsonObject]:
     errors: list[UserError] = []
     lines = read_lines(file, _LAST_STEP, errors)
     notes += [f"{error}: the records from there on are left out" for error in errors]
-    return [record for _, record in lines]
+    return [{name: _floatable(value) for name, value in record.items()} for _, record in lines]
+
+
+def _floatable(value: float | None) -> float | None:
+    """The number, or None where it is a whole number beyond the largest float, which JSON may have."""
+    is_too_large = isinstance(value, int) and abs(value) > sys.float_info.max
+    return None if is_too_large else value
 
 
 def _samples(file: Path, notes: list[str]) -> list[JsonObject]:
@@ -93,7 +101,7 @@ def _samples(file: Path, notes: list[str]) -> list[JsonObject]:
         notes.append("samples.jsonl is not there: no samples are shown")
         return []
     # odd, so that it is not always the same place in the groups of a step
-    every = math.ceil(file.stat().st_size / _MOST_SAMPLE_BYTES) | 1
+    every = math.ceil(file.stat().st_size / MOST_SAMPLE_BYTES) | 1
     samples = []
     num_broken = 0
     with file.open("rb") as lines:
@@ -125,8 +133,40 @@ def _parsed(line: bytes) -> JsonObject | None:
 def _is_sample(value: Any) -> bool:
     match value:
         case {"step": int(), "prompt": str(), "response": str(), "reward": int() | float() | None}:
-            return True
+            return _is_showable(value) and _is_showable(value.get("episode"))
     return False
+
+
+def _is_showable(value: Any) -> bool:
+    """Whether the page can show a sample, or its episode: turns, if there are any, and their calls are objects.
+
+    `rows`, which a file of `megarl rollout` has and no line of samples.jsonl, would be taken for tokens.
+    """
+    if not isinstance(value, dict):
+        return True
+    if "rows" in value:
+        return False
+    turns = value.get("turns")
+    if not isinstance(turns, list):
+        return True
+    for turn in turns:
+        if not isinstance(turn, dict):
+            return False
+        calls = turn.get("calls")
+        if isinstance(calls, list) and not all(isinstance(call, dict) for call in calls):
+            return False
+    return True
+
+
+def _losses(file: Path, notes: list[str]) -> list[Loss] | None:
+    try:
+        file.open("rb").close()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        notes.append(f"losses.jsonl cannot be read ({error.strerror}): no losses are shown")
+        return None
+    return read_losses(file)
 
 
 def _recipe(file: Path, notes: list[str]) -> tuple[Recipe | None, str]:

@@ -25,7 +25,8 @@ from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
 
 _TOKEN_BYTES = 32
-_FILES = ("metrics.jsonl", "samples.jsonl", "losses.jsonl", "recipe.yaml")
+_RECIPE = "recipe.yaml"
+_FILES = ("metrics.jsonl", "samples.jsonl", "losses.jsonl", _RECIPE)
 _HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -43,29 +44,34 @@ class FollowedRun:
     _seen: object = None
     _data: JsonObject = field(default_factory=dict)
     _planned_figures: Planned | None = None
+    # size and time of the recipe that is planned; None: none is planned yet
+    _planned_from: tuple[int, int] | None = None
 
     def version(self) -> tuple[tuple[int, int], ...]:
         """Sizes and times of the run's files; a file that is not there has zeros."""
-        stats = []
-        for name in _FILES:
-            try:
-                stat = (self.folder / name).stat()
-            except OSError:
-                stats.append((0, 0))
-            else:
-                stats.append((stat.st_size, stat.st_mtime_ns))
-        return tuple(stats)
+        return tuple(_size_and_time(self.folder / name) for name in _FILES)
 
     def data(self) -> JsonObject:
         """The object of `run_data`. Raises UserError where the run is gone."""
         version = self.version()
         if version != self._seen:
+            recipe_version = _size_and_time(self.folder / _RECIPE)
             run = read_run(self.folder)
-            if self._planned_figures is None and self.plans and run.recipe:
-                self._planned_figures = planned(run.recipe)
+            # a run that resumes may have another recipe
+            if self.plans and recipe_version != self._planned_from:
+                self._planned_figures = planned(run.recipe) if run.recipe else None
+                self._planned_from = recipe_version
             self._data = run_data(run, self._planned_figures)
             self._seen = version
         return self._data
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    try:
+        stat = file.stat()
+    except OSError:
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
 
 
 class PageServer(ThreadingHTTPServer):
@@ -95,6 +101,10 @@ class PageServer(ThreadingHTTPServer):
             return None
         return {"": self._page, "data": self._new_data}.get(rest[0])
 
+    def needs_slash(self, path: str) -> bool:
+        """Whether the path is that of the page without its last slash, where the page would ask elsewhere for data."""
+        return hmac.compare_digest(path.encode(), f"/{self._token}".encode())
+
     def version(self) -> str:
         """Changes whenever the data does."""
         return f'"{hash(tuple(run.version() for run in self._runs)):x}"'
@@ -105,7 +115,8 @@ class PageServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def _page(self) -> tuple[str, str]:
-        return "text/html", page(self._data(), is_followed=True)
+        version = self.version()  # before the data: what comes between is asked for once more
+        return "text/html", page(self._data(), version=version)
 
     def _new_data(self) -> tuple[str, str]:
         return "application/json", embedded_json({"runs": self._data()})
@@ -127,31 +138,32 @@ class _Handler(BaseHTTPRequestHandler):
         if answer is None or not self._is_ours():
             self._send(404, "text/plain", "not here\n")
             return
+        if self.server.needs_slash(self.path):
+            self._send(308, "text/plain", "", Location=f"{self.path}/")
+            return
         version = self.server.version()
         if self.headers.get("If-None-Match") == version:
-            self._send(304, "text/plain", "", version)
+            self._send(304, "text/plain", "", ETag=version)
             return
         try:
             kind, text = answer()
         except UserError as error:
             self._send(503, "text/plain", f"{error}\n")
             return
-        self._send(200, kind, text, version)
+        self._send(200, kind, text, ETag=version)
 
     def _is_ours(self) -> bool:
         """Whether the request names this address: another site's name may lead here, too."""
         port = self.server.server_port
         return self.headers.get("Host") in (f"{LOOPBACK}:{port}", f"localhost:{port}")
 
-    def _send(self, status: int, kind: str, text: str, version: str = "") -> None:
+    def _send(self, status: int, kind: str, text: str, **headers: str) -> None:
         body = text.encode()
         self.send_response(status)
-        for name, value in _HEADERS.items():
+        for name, value in (*_HEADERS.items(), *headers.items()):
             self.send_header(name, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
-        if version:
-            self.send_header("ETag", version)
         self.end_headers()
         self.wfile.write(body)
 

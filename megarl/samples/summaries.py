@@ -7,6 +7,7 @@ import numpy as np
 from megarl.samples import accounting
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.types import GroupSummary, SampleGroup
+from megarl.types.json_objects import Columns
 
 _LONGEST_SOURCE = 100  # characters
 
@@ -30,13 +31,19 @@ def summary(group: SampleGroup, source_column: str = "") -> GroupSummary:
         correct_G=group.correct_G,
         baseline=next((index for index, sample in enumerate(samples) if sample.is_baseline), None),
         given_answers=group.given_answers,
-        source=str(group.prompt.row.get(source_column, ""))[:_LONGEST_SOURCE],
+        source=source_of(group.prompt.row, source_column),
         verifications=sum(sample.verifications for sample in drawn),
         prefills=sum(sample.prefills for sample in drawn),
         turn_rewards_G=accounting.turn_rewards(samples),
         facts=tuple(sample.facts for sample in samples),
         transcripts=tuple(sample.transcript for sample in samples),
     )
+
+
+def source_of(row: Columns, source_column: str) -> str:
+    """The source of a data row, cut to the length that is recorded; "" where the row has none, or null."""
+    source = row.get(source_column)
+    return "" if source is None else str(source)[:_LONGEST_SOURCE]
 
 
 def partial_summary(group: PartialGroup) -> PartialSummary:

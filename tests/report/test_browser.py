@@ -187,3 +187,25 @@ def test_runs_are_laid_over_each_other(tmp_path: Path) -> None:
             ".map(part => part.textContent)"
         )
         assert {"first: reward/mean", "second: reward/mean"} <= set(legend)
+
+
+def test_text_is_prepared_where_the_browser_does_not_say_when_it_is_idle(tmp_path: Path) -> None:
+    """As Safari, which may have no requestIdleCallback."""
+    folder = a_run(tmp_path)
+    with opened(page_of(folder, out=tmp_path / "page.html"), tmp_path) as page:
+        page.run(
+            "delete window.requestIdleCallback; document.getElementById('samples').replaceChildren();"
+            "addSamples(document.getElementById('samples'), DATA.runs[0])"
+        )
+        assert page.run("return globalThis.requestIdleCallback ?? null") is None
+        page.wait_for("return browsers[1].texts.length === browsers[1].samples.length")
+        assert page.errors() == []
+
+
+def test_losses_that_cannot_be_read_are_not_said_to_be_none(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    (folder / "losses.jsonl").mkdir()
+    with opened(page_of(folder, out=tmp_path / "page.html"), tmp_path) as page:
+        losses = page.run("return document.getElementById('losses').textContent")
+        assert "losses.jsonl cannot be read" in losses
+        assert page.errors() == []

@@ -54,7 +54,7 @@ def test_the_page_has_three_scripts_whatever_the_runs_say() -> None:
     parser.feed(page([run]))
     (_, plotly), (attributes, data), (_, program) = parser.scripts
     assert attributes == {"type": "application/json", "id": "data"}
-    assert json.loads(data) == {"runs": [run], "is_followed": False}
+    assert json.loads(data) == {"runs": [run], "version": None}
     hashes = [
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         for text in (plotly, program)

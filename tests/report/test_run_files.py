@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from megarl.report import run_files
+from megarl.report.page import embedded_json
 from megarl.report.run_data import run_data
 from megarl.report.run_files import columns, read_run
 from megarl.types import UserError
-from tests.report.runs import SAMPLE, a_run
+from tests.report.runs import SAMPLE, a_run, add_record
 
 
 def test_a_run_has_its_records_samples_and_recipe(tmp_path: Path) -> None:
@@ -52,6 +53,45 @@ def test_a_broken_record_is_told_and_those_before_it_are_shown(tmp_path: Path) -
     assert run.notes[0].startswith(f"{folder / 'metrics.jsonl'}:6: has something other")
 
 
+def test_lines_that_the_page_could_not_show_are_left_out(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    broken = [
+        {"turns": [None]},
+        {"episode": {"turns": ["text"]}},
+        {"turns": [{"calls": [None]}]},
+        {"rows": 5},
+    ]
+    whole = {"episode": {"turns": [{"role": "user", "text": "x", "calls": [{}]}, {}]}}
+    with (folder / "samples.jsonl").open("a") as file:
+        for more in (*broken, whole):
+            file.write(json.dumps(SAMPLE | more) + "\n")
+    run = read_run(folder)
+    assert len(run.samples) == 9
+    assert run.notes == ["samples.jsonl has 4 lines that are no samples: they are left out"]
+
+
+def test_whole_numbers_beyond_the_largest_float_are_null(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    huge = 10**400
+    add_record(folder, {"step": 5, "reward/mean": huge, "reward/std": -huge})
+    add_record(folder, {"step": -huge, "reward/mean": 1})
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(SAMPLE | {"reward": huge}) + "\n")
+    data = json.loads(embedded_json(run_data(read_run(folder))))
+    assert data["metrics"]["reward/mean"][-2:] == [None, 1]
+    assert data["metrics"]["step"][-2:] == [5, None]
+    assert data["samples"][-1]["reward"] is None
+
+
+def test_losses_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    assert run_data(read_run(folder))["losses"] == []
+    (folder / "losses.jsonl").mkdir()
+    data = run_data(read_run(folder))
+    assert data["losses"] is None
+    assert data["notes"] == ["losses.jsonl cannot be read (Is a directory): no losses are shown"]
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no metrics\.jsonl; name the folder of a run"):
         read_run(tmp_path)
@@ -82,7 +122,7 @@ def test_of_a_large_file_of_samples_every_so_many_are_kept(
 ) -> None:
     folder = a_run(tmp_path, steps=9)
     size = (folder / "samples.jsonl").stat().st_size
-    monkeypatch.setattr(run_files, "_MOST_SAMPLE_BYTES", size // 2)
+    monkeypatch.setattr(run_files, "MOST_SAMPLE_BYTES", size // 2)
     run = read_run(folder)
     assert len(run.samples) == 6
     assert run.notes == ["samples.jsonl is large: one of 3 samples is shown"]

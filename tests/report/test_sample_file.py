@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from tests.tracking.test_run_log import recipe_in
 PROMPT = Prompt("a", "1+1=", (3, 4), "2", {"data_source": "sums"})
 
 
-def a_file(folder: Path) -> Path:
+def a_group(prompt: str) -> SampleGroup:
     """Two samples of three tokens; the first is of versions 4 and 5, and has the choices of two layers of 4 experts."""
     experts = np.array([[[0], [3]], [[0], [3]], [[1], [3]], [[0], [3]]], np.uint8)  # [T - 1, M, K]
     logp = np.array([-0.5, -1.25, -2.0], np.float32)
@@ -35,9 +37,13 @@ def a_file(folder: Path) -> Path:
     plain = response(PROMPT.token_ids, np.arange(5, 8), np.where(trained, logp, 0), "cd")
     second = with_row(plain, trained_T=trained)
     rewards = np.array([1.0, 0.25], np.float32)
-    group = SampleGroup(PROMPT, (first, second), rewards, rewards > 0.5)
+    return SampleGroup(replace(PROMPT, text=prompt), (first, second), rewards, rewards > 0.5)
+
+
+def a_file(folder: Path) -> Path:
+    """The samples of one group."""
     with writing(folder / "samples.parquet", 112, 1.0) as file:
-        file.write([group])
+        file.write([a_group(PROMPT.text)])
     return folder / "samples.parquet"
 
 
@@ -80,6 +86,24 @@ def test_of_many_tokens_the_first_are_shown(
     result = file_samples(a_file(tmp_path), recipe_of(tmp_path, tmp_path / "gone"))
     assert ["rows" in sample for sample in result.samples] == [True, False]
     assert result.notes[-1].endswith("has 6 tokens: the first 4 are shown")
+
+
+def test_of_a_file_with_much_text_evenly_chosen_samples_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "samples.parquet"
+    with writing(file, 112, 1.0) as writer:
+        writer.write([a_group(f"{number} " + "long " * 100) for number in range(10)])
+    recipe = recipe_of(tmp_path, tmp_path / "gone")
+    whole = file_samples(file, recipe).samples
+    assert len(whole) == 20
+    num_bytes = sum(len(json.dumps(sample | {"rows": []})) for sample in whole)
+    monkeypatch.setattr(sample_file, "MOST_SAMPLE_BYTES", num_bytes // 2)
+    result = file_samples(file, recipe)
+    assert result.samples == whole[::3]
+    assert result.notes[-1] == f"{file} is large: one of 3 samples is shown"
+    monkeypatch.setattr(sample_file, "MOST_SAMPLE_BYTES", 1)
+    assert file_samples(file, recipe).samples == whole[:1]
 
 
 def test_a_file_is_of_one_run(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 const ASK_MS = 3000;
 let isFollowing = true;
-let dataVersion = "";
+let dataVersion = null; // of the data that is shown; null: the page has what it was written with
 
 function followControl() {
   const box = make("input", { type: "checkbox", id: "follow", on: { change: () => { isFollowing = box.checked; } } });
@@ -21,18 +21,17 @@ async function follow() {
 
 // Whether the reader has the cursor in a field, from which a new page would take it.
 function isWriting() {
-  return ["INPUT", "SELECT"].includes(document.activeElement?.tagName) && document.activeElement.id !== "follow";
+  const focused = document.activeElement;
+  return focused?.tagName === "INPUT" && ["text", "search", "number"].includes(focused.type);
 }
 
 async function askForData() {
-  const answer = await fetch("data", { headers: dataVersion ? { "If-None-Match": dataVersion } : {}, cache: "no-store" });
+  const answer = await fetch("data", { headers: { "If-None-Match": dataVersion ?? DATA.version }, cache: "no-store" });
   if (answer.status === 304) return;
   if (!answer.ok) throw new Error(await answer.text());
-  const isFirst = !dataVersion;
-  dataVersion = answer.headers.get("ETag");
   const data = await answer.json();
-  if (isFirst && data.runs.every((run, index) => run.metrics.step.length === DATA.runs[index].metrics.step.length)) return;
   showAgain(data.runs);
+  dataVersion = answer.headers.get("ETag");
 }
 
 function showAgain(runs) {

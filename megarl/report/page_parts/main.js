@@ -5,7 +5,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 function buildPage(runs) {
   const names = runs.map((run) => run.name).join(", ");
   document.title = `${names} - megarl report`;
-  document.getElementById("header").replaceChildren(make("h1", { text: names }), ...(DATA.is_followed ? [followControl()] : []));
+  document.getElementById("header").replaceChildren(make("h1", { text: names }), ...(isPresent(DATA.version) ? [followControl()] : []));
   forEachRun(section("Overview", "overview"), runs, (parent, run) => {
     parent.append(addOverview(run));
     addSigns(parent, run);
@@ -75,5 +75,9 @@ function addSamples(parent, run) {
   else browsers.push(new SampleBrowser(parent, run.samples));
 }
 
-buildPage(DATA.runs);
-if (DATA.is_followed) follow();
+try {
+  buildPage(DATA.runs);
+} finally {
+  // what fails on the page may be right in its next data
+  if (isPresent(DATA.version)) follow();
+}

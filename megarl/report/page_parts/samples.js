@@ -2,6 +2,7 @@
 
 const ROW_PX = 52; // as .sample in page.css
 const ROWS_BEYOND = 6; // above and below what is visible
+const TURN_MS = 10; // of work in a turn, where the browser does not say how long it is idle
 const TEXTS = { finished: "finished", open: "cut at a limit" };
 
 function endOf(sample) {
@@ -31,6 +32,18 @@ function versionColour(version) {
   return `hsla(${(version * 137.5) % 360}, 60%, 50%, 0.3)`;
 }
 
+// Calls with a function that says whether there is time left. Safari may have no requestIdleCallback.
+function whenIdle(act) {
+  if (globalThis.requestIdleCallback) {
+    requestIdleCallback((idle) => act(() => idle.timeRemaining() > 1));
+    return;
+  }
+  setTimeout(() => {
+    const end = performance.now() + TURN_MS;
+    act(() => performance.now() < end);
+  });
+}
+
 class SampleBrowser {
   constructor(parent, samples) {
     this.samples = samples;
@@ -52,8 +65,8 @@ class SampleBrowser {
   }
 
   prepareTexts() {
-    requestIdleCallback((idle) => {
-      while (idle.timeRemaining() > 1 && this.texts.length < this.samples.length) this.prepareText();
+    whenIdle((isTimeLeft) => {
+      while (isTimeLeft() && this.texts.length < this.samples.length) this.prepareText();
       if (this.texts.length < this.samples.length) this.prepareTexts();
     });
   }

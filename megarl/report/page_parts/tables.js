@@ -11,7 +11,7 @@ function addOverview(run) {
     ["rollout/logprob_diff_max, worst", shortNumber(pointsOf(run, "rollout/logprob_diff_max")[1].reduce((most, diff) => Math.max(most, diff), 0) || null)],
     ["seconds of a step, median", shortNumber(median(pointsOf(run, "time/step_s")[1].slice(1)))],
     ["samples shown", String(run.samples.length)],
-    ["losses", String(run.losses.length)],
+    ["losses", run.losses ? String(run.losses.length) : "?"],
   ];
   return make("div", { class: "cards" }, ...cards.map(([name, text]) =>
     make("div", { class: "card" }, make("b", { text }), make("span", { class: "soft", text: name }))));
@@ -72,8 +72,12 @@ function addRecipe(parent, run) {
 }
 
 function addLosses(parent, run) {
+  if (!run.losses) {
+    parent.append(soft("What was lost is not known: losses.jsonl cannot be read."));
+    return;
+  }
   if (!run.losses.length) {
-    parent.append(soft("Nothing was lost: the run's folder has no losses.jsonl."));
+    parent.append(soft("No loss is recorded in the run's folder."));
     return;
   }
   const rows = run.losses.map((loss) => tableRow([
