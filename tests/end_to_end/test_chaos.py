@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 # Numbers of the run `phases` that recover soon (docs/bench/chaos.jsonl): one for each of its pairs of fault and role,
-# and 18 more. Those that take long are hit by night: a scheduler without memory, and what ends the run, a raylet and a
-# worker that Ray holds ready.
+# and 20 more. Those that take long are hit by night: a scheduler that is stopped or without memory, a keeper that is
+# stopped, and what ends the run, a raylet and a worker that Ray holds ready.
 SAMPLE = (
-    5, 7, 103, 112, 114, 118, 119, 120, 121, 126, 129, 132, 133, 134, 136, 137, 141, 144, 156, 160,
-    161, 168, 200, 213, 217, 219, 220, 222, 227, 228, 235, 237, 238, 239, 241, 242, 259, 276, 285, 286,
+    5, 7, 103, 112, 114, 118, 119, 120, 121, 126, 129, 132, 133, 136, 137, 141, 144, 156, 160, 161,
+    168, 200, 213, 217, 219, 220, 222, 227, 228, 230, 232, 235, 237, 238, 239, 241, 242, 259, 276, 286,
 )  # fmt: skip
 
 
@@ -27,7 +27,7 @@ SAMPLE = (
     [
         ("phases", SAMPLE),
         # those that the sample leaves out
-        pytest.param("phases", (128, 139, 140), marks=pytest.mark.nightly),
+        pytest.param("phases", (128, 134, 139, 140, 285), marks=pytest.mark.nightly),
         # a node dies that has samples of a step that is trained again
         pytest.param("nodes", range(11, 13), marks=pytest.mark.nightly),
         *(
