@@ -36,6 +36,7 @@ UNESCAPED = {
     "episodes/messages.py",  # these three write for the model
     "episodes/template.py",
     "environments/runtime/results.py",
+    "report/recipe_rows.py",  # the page escapes what it embeds, and writes it by textContent alone
     "environments/agents/chat_client.py",  # refuses halves of surrogate pairs, and shows nothing
 }
 
