@@ -40,8 +40,8 @@ def test_a_run_that_is_hit_ends_as_one_that_is_not(
     tmp_path: Path, run: str, faults: Sequence[int]
 ) -> None:
     """Weights, optimizer, metrics and samples are the same to the last bit, and nothing is left behind."""
-    # a fault takes a step or two
-    steps = max(16, 3 * len(faults) // 2)
+    # a fault takes a step or two, and a run whose steps are used up is followed by another
+    steps = max(16, 9 * len(faults) // 4)
     command = [sys.executable, ROOT / "scripts" / "chaos.py", "--run", run, "--steps", str(steps)]
     numbers = ["--numbers", *map(str, faults)]
     done = subprocess.run(
