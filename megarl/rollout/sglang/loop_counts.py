@@ -135,11 +135,15 @@ class Standstill:
             return f"engine scheduler {', '.join(still)} has done nothing for {limit_s:g} s"
         are_all_in_round = 0 < len(still_in_round_s) == len(schedulers)
         if self._computes_here and are_all_in_round:
-            return self._hang_in_round(now, still_in_round_s, schedulers)
+            return self._hang_in_round(now, still_in_round_s, schedulers, first_rank)
         return None
 
     def _hang_in_round(
-        self, now_s: float, still_s: Sequence[float], schedulers: Sequence[BaseProcess]
+        self,
+        now_s: float,
+        still_s: Sequence[float],
+        schedulers: Sequence[BaseProcess],
+        first_rank: int,
     ) -> str | None:
         """A description where no scheduler of the engine does anything, though all are in a round; or None.
 
@@ -149,7 +153,6 @@ class Standstill:
             return None
         if any(processes.could_run(process.pid or 0) for process in schedulers):
             return None
-        who = "the engine's scheduler stands"
-        if len(still_s) > 1:
-            who = f"the engine's {len(still_s)} schedulers stand"
-        return f"{who} still in a forward pass: no processor used, no bytes moved for {min(still_s):.0f} s"
+        pids = enumerate((process.pid for process in schedulers), start=first_rank)
+        names = ", ".join(f"{rank} (pid {pid})" for rank, pid in pids)
+        return f"engine scheduler {names} has used no processor and moved no bytes for {min(still_s):.0f} s"

@@ -83,9 +83,9 @@ def test_a_scheduler_that_stays_in_one_round_is_named(build_engine: Callable[...
     asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
     asyncio.run(engine.reshard({"rest_in_next_round_s": 600.0}, 2))
     ranks = r"0 \(pid \d+\), 1 \(pid \d+\)"
-    with pytest.raises(
-        EngineError, match=rf"^engine scheduler {ranks} has done nothing for {BOUND_S:g} s$"
-    ):
+    # by their work, or by the limit of a round, whichever comes first
+    what = "(done nothing|used no processor and moved no bytes)"
+    with pytest.raises(EngineError, match=rf"^engine scheduler {ranks} has {what} for \d+ s$"):
         asyncio.run(asyncio.wait_for(engine.generate(PROMPT, Sampling(1, 4)), timeout=10 * BOUND_S))
 
 

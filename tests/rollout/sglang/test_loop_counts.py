@@ -150,8 +150,8 @@ def test_an_engine_that_computes_nothing_in_a_forward_pass_hangs(
     if waits_for_processor:
         assert lines == []
         return
-    problem = "the engine's 2 schedulers stand still in a forward pass: no processor used, no bytes"
-    assert lines[0].startswith(problem)
+    who = f"engine scheduler 4 (pid {sleepers[0].pid}), 5 (pid {sleepers[1].pid})"
+    assert lines[0].startswith(f"{who} has used no processor and moved no bytes for ")
     for counter in counters:
         counter.count()
     assert looks(standstill, clock, sleepers, 5) == []
