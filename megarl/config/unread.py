@@ -13,7 +13,7 @@ UNREAD_WHERE = {
     "run.project": "run.trackers names neither wandb nor mlflow",
     "run.compare_replicas_every": "no rank has a replica",
     "run.restart_window_s": "run.restarts is 0",
-    "run.on_silent_fault": "run.restarts is 0: no step is repeated",
+    "run.on_silent_fault": "it is repeat and run.restarts is 0: no step is repeated",
     "warm_start": "warm_start.steps is not set",
     "rollout.temperature": _FROM_ANSWERS,
     "rollout.top_p": _FROM_ANSWERS,

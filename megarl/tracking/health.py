@@ -300,19 +300,20 @@ def _dead_experts(now: Metrics, past: Past) -> str | None:
 
 
 def _idle_ranks(now: Metrics, past: Past) -> str | None:
-    if now[IDLE_RANKS_S] < _OFTEN_IDLE * now[STEP_S] or not now[STEP_S]:
-        return None
-    share = now[IDLE_RANKS_S] / now[STEP_S]
-    hint = "set rollout.ahead to 1 where it is 0, or raise placement.gpus for more engines"
-    return f"GPUs that only train wait for {share:.0%} of a step ({IDLE_RANKS_S}); {hint}"
+    return _idle(now, IDLE_RANKS_S, "train", "placement.gpus for more engines")
 
 
 def _idle_engines(now: Metrics, past: Past) -> str | None:
-    if now[IDLE_ENGINES_S] < _OFTEN_IDLE * now[STEP_S] or not now[STEP_S]:
+    return _idle(now, IDLE_ENGINES_S, "sample", "placement.train_gpus")
+
+
+def _idle(now: Metrics, metric: str, task: str, key: str) -> str | None:
+    """task: what the GPUs do that wait; key: what makes the others faster when it is raised."""
+    if not now[STEP_S] or now[metric] < _OFTEN_IDLE * now[STEP_S]:
         return None
-    share = now[IDLE_ENGINES_S] / now[STEP_S]
-    hint = "set rollout.ahead to 1 where it is 0, or raise placement.train_gpus"
-    return f"GPUs that only sample wait for {share:.0%} of a step ({IDLE_ENGINES_S}); {hint}"
+    share = now[metric] / now[STEP_S]
+    wait = f"GPUs that only {task} wait for {share:.0%} of a step ({metric})"
+    return f"{wait}; set rollout.ahead to 1 where it is 0, or raise {key}"
 
 
 _NEARER = "set train.replay to r3, or algorithm.rollout_correction (which algorithm.old_logprobs engine excludes)"

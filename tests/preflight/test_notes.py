@@ -84,7 +84,7 @@ def test_passes_in_pairs_that_wait_for_one_another_are_told(
             "checkpoint.memory_copies is set, and nothing reads it: run.restarts is 0: a rank that",
         ),
         ("run.restarts=0 run.restart_window_s=60", "run.restart_window_s is set, and nothing reads it: run.restarts"),
-        ("run.restarts=0 run.on_silent_fault=repeat", "run.on_silent_fault is set, and nothing reads it: run.restarts"),
+        ("run.restarts=0 run.on_silent_fault=repeat", "run.on_silent_fault is set, and nothing reads it: it is repeat"),
         ("algorithm.name=sft rollout.top_p=0.9", "rollout.top_p is set, and nothing reads it: sft learns from"),
         (
             "run.compare_replicas_every=5 placement.gpus=1 train.tp=1 train.pp=1 train.ep=1 rollout.engine.tp=1",
