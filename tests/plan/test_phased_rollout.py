@@ -122,7 +122,8 @@ def test_a_part_of_an_engine_takes_about_as_long_as_the_whole(
     monkeypatch.setattr(plan_phased_rollout, "_SEQUENCES", 10**9)
     whole = phased_rollout(recipe, speed, samples, room)
     assert part.time.total_s == pytest.approx(whole.time.total_s, rel=0.1)
-    assert part.token_mean == pytest.approx(whole.token_mean, abs=0.15)
+    # All steps of the whole take two phases. In the half of a group some take one and some three: older tokens.
+    assert part.token_mean == pytest.approx(whole.token_mean, abs=0.25)
     assert part.open_sequences == pytest.approx(whole.open_sequences, rel=0.15)
 
 
