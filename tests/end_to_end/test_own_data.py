@@ -1,4 +1,4 @@
-"""docs/data.md, "Your own data and reward in ten minutes": its files are written and its commands run, as they are there."""
+"""docs/data.md, "Your own data and reward in ten minutes": its files are written, and its commands run."""
 
 from __future__ import annotations
 
