@@ -6,6 +6,8 @@ import ast
 import re
 import shlex
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from megarl.cli import app
 from megarl.config.loading import load_recipe
 from megarl.config.reference import recipe_keys
+from megarl.data.files import answer_of, column
 from tests.test_docs import DOCS, PAGES, ROOT, blocks
 
 BRANCHES = (
@@ -25,6 +28,12 @@ PASSED_THROUGH = re.compile(r"(?:train\.(?:megatron|ddp|optimizer)|rollout\.engi
 METRIC = re.compile(r"`((?:[a-z]+)/[a-z_0-9]+)`")
 # A message begins like this, as the rest is of the values; what is shorter would be found anywhere.
 SHORTEST = 6
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_says_first_what_one_gets(page: Path) -> None:
+    title, beginning, *_ = page.read_text(encoding="utf-8").split("\n\n")
+    assert title.startswith("# ") and beginning.startswith("You get")
 
 
 @cache
@@ -161,3 +170,27 @@ def test_the_help_of_the_tuning_page_is_given() -> None:
     (line,) = [line for line in block.splitlines() if line.startswith("megarl explain ")]
     done = CliRunner().invoke(app, shlex.split(line)[1:])
     assert done.exit_code == 0 and "Partial rollout" in done.output
+
+
+def test_data_and_a_reward_of_verl_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row as verl prepares it, and a reward that gets verl's four arguments."""
+    (tmp_path / "verl.yaml").write_text(*blocks("peers.md", "yaml"))
+    data = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(tmp_path / "verl.yaml")]).data
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    assert data.prompt in row and answer_of(column(row, data.answer, ""), data.answer) == "3"
+    (tmp_path / "my_rewards.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str == ground_truth and extra_info['index'] == 0)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: dict[str, Any] = {}
+    exec(compile(*blocks("peers.md"), "docs/peers.md", "exec"), names)
+    assert names["score"]("3", "3", row) == 1.0
