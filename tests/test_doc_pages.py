@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from megarl.cli import app
@@ -151,8 +152,8 @@ def commands() -> list[str]:
 
 def test_each_command_is_taken_by_the_command_line() -> None:
     """Its options and arguments are read, and the recipe that it names is loaded with its overlays and keys."""
-    group = typer.main.get_command(app)
-    assert isinstance(group, typer.core.TyperGroup) and len(commands()) > 25
+    group = get_command(app)
+    assert isinstance(group, TyperGroup) and len(commands()) > 25
     for command in commands():
         name, *arguments = shlex.split(command)[1:]
         group.commands[name].make_context(name, list(arguments))
@@ -192,5 +193,6 @@ def test_data_and_a_reward_of_verl_are_taken(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     names: dict[str, Any] = {}
-    exec(compile(*blocks("peers.md"), "docs/peers.md", "exec"), names)
+    (reward,) = blocks("peers.md")
+    exec(compile(reward, "docs/peers.md", "exec"), names)
     assert names["score"]("3", "3", row) == 1.0
