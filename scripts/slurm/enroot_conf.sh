@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# For `enroot start --conf`, which calls these functions (docs/first_step.md).
+# For `enroot start --conf`, which calls these functions (docs/cluster.md).
 
 # What the container gets of the host's environment, of which enroot hands on nothing by itself. PATH, HOME and
 # LD_LIBRARY_PATH stay the image's.
