@@ -32,6 +32,7 @@ from megarl.resharding.transport import (
     make_group,
 )
 from megarl.resharding.verify import Verifier
+from megarl.timeline.recorder import span
 
 # increase it whenever the same inputs give another plan: members of two versions must not exchange
 PLANNER = 1
@@ -116,7 +117,8 @@ class Member:
         started = time.perf_counter()
         planned_before_s = self.planner.seconds
         targets = targets or {}
-        outcome = self._agree(f"{attempt}/ready", version, targets, error)
+        with span("members agree"):
+            outcome = self._agree(f"{attempt}/ready", version, targets, error)
         done = f"{attempt}/done"
         ask = partial(self._agreement.ask, done)
         has_group = self._group is not None and self._group.key == outcome["group"]
@@ -129,11 +131,14 @@ class Member:
                 self._join(outcome["group"], ask)
             assert self._group
             self.payload.begin(version)
-            extra_bytes = executor.run(self._group.process_group, self.session.timeout_s, ask)
+            with span("exchange", version=version):
+                extra_bytes = executor.run(self._group.process_group, self.session.timeout_s, ask)
             if finish:
-                finish()
+                with span("derived weights"):
+                    finish()
             kept_share = self.payload.kept_share()  # before `verify`, which reads all boxes again
-            self.verify(targets, ask)
+            with span("verify"):
+                self.verify(targets, ask)
             stats = Stats(
                 **self._moved_bytes(executor.plan),
                 extra_bytes=extra_bytes,
@@ -149,7 +154,8 @@ class Member:
                 raise RuntimeError(other_error) from raised
             raise
         try:
-            self._agreement.reach(stage, asdict(stats), lambda votes: {})
+            with span("wait for all members"):
+                self._agreement.reach(stage, asdict(stats), lambda votes: {})
         except Exception:
             self.close()
             raise

@@ -23,6 +23,7 @@ from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
 from megarl.disk import begin, has_ended, take_lock, writing
 from megarl.printable import json_line, one_line, printable
+from megarl.timeline.recorder import span
 from megarl.tracking.appended_files import RunFiles
 from megarl.tracking.curve import draw_curve
 from megarl.tracking.draining import FAILED, FINISHED, LOCK, NOTHING, DrainRequests, saved
@@ -78,7 +79,8 @@ class Record:
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds inside to `time/<name>_s`; phases do not overlap."""
         began = time.perf_counter()
-        yield
+        with span(name):
+            yield
         self._phases[f"time/{name}_s"] += time.perf_counter() - began
 
     def add(self, metrics: Metrics) -> None:

@@ -179,6 +179,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         demonstrate = demonstrations(tokenizer, turn_tokenizer=None, messages=None)
         inputs: Any = SimpleNamespace(prompts=prompts, demonstrate=demonstrate, eval_sets={})
         log: Any = None
+        timeline: Any = None
         run = Run(
             recipe=recipe,
             fleet=fleet,
@@ -189,6 +190,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             log=log,
             prompts_per_step=recipe.rollout.prompts_per_step,
             repetition=None,
+            timeline=timeline,
         )
         return run, fleet
 

@@ -10,6 +10,8 @@ from megarl.isolation.child import too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import ProcessEnd, as_line
 from megarl.rollout.reward_workers.reward_process import Request, RewardProcess, RewardSpec
+from megarl.timeline import recorder
+from megarl.timeline.recorder import REWARDS
 from megarl.types.json_objects import Columns
 from megarl.types.reward_result import LARGEST_REWARD, Failure, RewardResult
 
@@ -44,9 +46,11 @@ class Pool(WorkerPool[RewardProcess]):
                 context=context,
                 response=response,
                 episode=episode,
+                sample=sample,
+                cause=recorder.cause(),
             )
-            for response, episode in zip(
-                responses, episodes or [None] * len(responses), strict=True
+            for sample, (response, episode) in enumerate(
+                zip(responses, episodes or [None] * len(responses), strict=True)
             )
         ]
         self._waiting += requests
@@ -104,4 +108,6 @@ class Pool(WorkerPool[RewardProcess]):
 
     def _settle(self, job: Request, result: RewardResult | Failure) -> None:
         self.slowest_s = max(self.slowest_s, self._loop.time() - job.began)
+        if job.began:
+            recorder.add(REWARDS, self._name, job.began, cause=job.cause, sample=job.sample)
         super()._settle(job, result)

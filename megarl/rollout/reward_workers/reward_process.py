@@ -30,12 +30,15 @@ class RewardSpec:
 class Request(Job):
     """One response that waits for its verdict. context: answer and row, as the worker reads them.
 
-    episode: what it is the end of, see `episode_dict`.
+    episode: what it is the end of, see `episode_dict`. sample: its place among the responses. cause: the span of their
+    group, see `megarl.timeline.recorder`.
     """
 
     context: bytes
     response: str
     episode: Mapping[str, Any] | None
+    sample: int
+    cause: int
 
 
 class RewardProcess(WorkerProcess):

@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from megarl.cpu import sglang_attention, sglang_patches
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
-from megarl.rollout.sglang import adapter_slot, deterministic
+from megarl.rollout.sglang import adapter_slot, deterministic, scheduler_spans
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.loop_counts import LoopCounter
+from megarl.timeline.recorder import span
 
 
 def set_environment(*, whole_shared: bool = False) -> None:
@@ -71,6 +72,10 @@ class SchedulerEntry:
 
     def log_path(self, tp_rank: int) -> Path:
         return self.directory / f"scheduler-{tp_rank}.log"
+
+    def spans_path(self, tp_rank: int) -> Path:
+        """Where a scheduler writes what it has recorded."""
+        return self.directory / f"spans-{tp_rank}.json"
 
     @property
     def loop_counts_path(self) -> Path:
@@ -128,7 +133,12 @@ class SchedulerEntry:
             rounds = LoopCounter(self.loop_counts_path, tp_rank - self.settings.first_rank)
             if DEVICE == "cuda":
                 _reserve_memory(scheduler, gpu_id, self.settings.reserve_bytes)
-            _patch_scheduler(scheduler, rounds, has_adapter=self.settings.adapter is not None)
+            _patch_scheduler(
+                scheduler,
+                rounds,
+                has_adapter=self.settings.adapter is not None,
+                spans_path=self.spans_path(tp_rank),
+            )
             # Load snapshots for balancers are files in /dev/shm that we do not read and that survive a SIGKILL.
             scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
             # its default lock is a named semaphore, which a SIGKILL leaves
@@ -207,7 +217,9 @@ def _reserve_memory(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
     scheduler.Scheduler = MemoryReservingScheduler
 
 
-def _patch_scheduler(scheduler: Any, rounds: LoopCounter, *, has_adapter: bool) -> None:
+def _patch_scheduler(
+    scheduler: Any, rounds: LoopCounter, *, has_adapter: bool, spans_path: Path
+) -> None:
     """Replace SGLang's scheduler class.
 
     Each attention DP group gets its own seed: with SGLang's single one all would draw the same samples of a prompt. The
@@ -244,10 +256,22 @@ def _patch_scheduler(scheduler: Any, rounds: LoopCounter, *, has_adapter: bool) 
             rounds.count()
             return super().ingest_requests(*args, **kwargs)
 
+        def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            with span(batch.forward_mode.name.lower(), requests=len(batch.reqs)):
+                return super().run_batch(batch, *args, **kwargs)
+
+        def process_batch_result(self, batch: Any, result: Any) -> None:
+            with span("take results", requests=len(batch.reqs)):
+                super().process_batch_result(batch, result)
+            scheduler_spans.note_first_tokens(batch)
+
         def handle_rpc_request(self, recv_req: Any) -> SendWeightsToRemoteInstanceReqOutput:
             with rounds.exempt():
+                failure = ""
                 if recv_req.method == "forget_ranks":
                     failure = _forget_ranks()
+                elif recv_req.method == scheduler_spans.METHOD:
+                    scheduler_spans.obey(recv_req.parameters["order"], spans_path)
                 else:
                     failure = _send_copy(self, recv_req.parameters["message"])
                 reasons = _reasons(failure)
