@@ -70,7 +70,9 @@ def begin(
             log=log,
             prompts_per_step=recipe.rollout.prompts_per_step,
             repetition=repetition(cluster, recipe, fleet, saver),
-            timeline=StepTimeline(cluster, recipe.timeline, log.folder, log.say),
+            timeline=StepTimeline(
+                cluster, recipe.timeline, log.folder, log.say, lambda: fleet.trainers.workers
+            ),
         )
         run.saver.leave_if_wanted()
         return run, enter(run, record, start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from megarl.cluster.actor import Worker, answers
 from megarl.cluster.ray_session import Cluster
 from megarl.config.timeline import TimelineConfig
 from megarl.disk import writing
-from megarl.printable import Say
+from megarl.printable import Say, first_line
 from megarl.timeline import recorder
 from megarl.timeline.chrome_trace import CONTROLLER, ProcessTrace, trace
 from megarl.timeline.clocks import SAME_CLOCK, Alignment, Offset, measure
@@ -23,8 +23,10 @@ from megarl.types import UserError
 
 FOLDER = "timeline"
 _RECORDER = "megarl.timeline.recorder"
+_PROFILER = "megarl.training.profiling"
 # for a process that is asked to begin or to end: the file is also written without it
 _ANSWER_S = 30.0
+_WRITING_S = 300.0  # for a profile, which may have millions of operations
 _MOST_READERS = 2  # processes of a node by which its clock is measured
 
 
@@ -43,9 +45,18 @@ class StepTimeline:
     Nothing is asked of them within a step, and nothing at all in other steps.
     """
 
-    def __init__(self, cluster: Cluster, config: TimelineConfig, folder: Path, say: Say) -> None:
-        """folder: of the run."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: TimelineConfig,
+        folder: Path,
+        say: Say,
+        ranks: Callable[[], Sequence[Worker]] = lambda: (),
+    ) -> None:
+        """folder: of the run. ranks: of the policy, as they are now, for torch's profiler."""
         self._cluster = cluster
+        self._ranks = ranks
+        self._profiled_ranks = config.profile_ranks
         self._steps = frozenset(config.steps)
         self._folder = folder / FOLDER
         self._say = say
@@ -61,12 +72,14 @@ class StepTimeline:
             yield
             return
         before = self._begin()
+        self._begin_profiles(step)
         with recorder.span(f"step {step}"):
             yield
         recorded = self._end()
         clocks = {worker: of.identity.clock for worker, of in recorded.of_workers.items()}
         after = _offsets(recorded.own.identity.clock, clocks)
         self._write(step, recorded, before, after)
+        self._end_profiles()
 
     def _begin(self) -> dict[str, Offset]:
         """Let every process record; the offsets of the other nodes' clocks, by clock."""
@@ -74,6 +87,30 @@ class StepTimeline:
         begun = _ask(self._cluster.workers, "begin")
         own = recorder.begin()
         return _offsets(own.clock, {worker: identity.clock for worker, identity in begun.items()})
+
+    def _begin_profiles(self, step: int) -> None:
+        calls = {}
+        for rank, worker in self._profiled():
+            file = self._folder / f"step_{step}.rank_{rank}.json.gz"
+            calls[worker.compute(f"{_PROFILER}:begin", str(file))] = worker.name
+        if calls:
+            answers(calls, _ANSWER_S)
+
+    def _end_profiles(self) -> None:
+        """Have the ranks write their profiles."""
+        calls = {worker.compute(f"{_PROFILER}:end"): worker.name for _, worker in self._profiled()}
+        if not calls:
+            return
+        for name, file in answers(calls, _WRITING_S).items():
+            if isinstance(file, Exception):
+                self._say(f"{name} has not written its profile: {first_line(file)}")
+            elif file:
+                self._say(f"the profile of {name} is in {file}")
+
+    def _profiled(self) -> list[tuple[int, Worker]]:
+        """The ranks to profile."""
+        ranks = enumerate(self._ranks())
+        return [(rank, worker) for rank, worker in ranks if rank in self._profiled_ranks]
 
     def _end(self) -> _Recorded:
         """Let every process stop."""
@@ -150,9 +187,10 @@ def _offsets(own_clock: str, clocks: Mapping[Worker, str]) -> dict[str, Offset]:
             readers.setdefault(clock, []).append(worker)
     found = {}
     for clock, workers in readers.items():
-        offsets = [offset for worker in workers[:_MOST_READERS] if (offset := clock_of(worker))]
-        if offsets:
-            found[clock] = min(offsets, key=lambda offset: offset.error_ns)
+        offsets = [clock_of(worker) for worker in workers[:_MOST_READERS]]
+        known = [offset for offset in offsets if offset]
+        if known:
+            found[clock] = min(known, key=lambda offset: offset.error_ns)
     return found
 
 

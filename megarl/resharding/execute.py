@@ -24,7 +24,7 @@ from megarl.resharding.reshard_plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, shape_as_stack, views
 from megarl.resharding.transport import PeerCheck, PostedWork, batch, settle, wait
-from megarl.timeline.recorder import span
+from megarl.timeline.recorder import span, spanned
 from megarl.types.tensors import NamedTensors
 
 Params = NamedTensors
@@ -185,6 +185,7 @@ class Executor:
         """Whether these are the parameters that the executor was made for."""
         return self._addresses == (_addresses(sources), _addresses(targets))
 
+    @spanned("exchange")
     @torch.no_grad()
     def run(self, group: Any, timeout_s: float, ask: PeerCheck = lambda: None) -> int:
         """Write every target box of this member; returns the peak of extra memory in bytes when all are written.

@@ -32,7 +32,7 @@ from megarl.resharding.transport import (
     make_group,
 )
 from megarl.resharding.verify import Verifier
-from megarl.timeline.recorder import span
+from megarl.timeline.recorder import spanned
 
 # increase it whenever the same inputs give another plan: members of two versions must not exchange
 PLANNER = 1
@@ -117,8 +117,7 @@ class Member:
         started = time.perf_counter()
         planned_before_s = self.planner.seconds
         targets = targets or {}
-        with span("members agree"):
-            outcome = self._agree(f"{attempt}/ready", version, targets, error)
+        outcome = self._agree(f"{attempt}/ready", version, targets, error)
         done = f"{attempt}/done"
         ask = partial(self._agreement.ask, done)
         has_group = self._group is not None and self._group.key == outcome["group"]
@@ -131,14 +130,11 @@ class Member:
                 self._join(outcome["group"], ask)
             assert self._group
             self.payload.begin(version)
-            with span("exchange", version=version):
-                extra_bytes = executor.run(self._group.process_group, self.session.timeout_s, ask)
+            extra_bytes = executor.run(self._group.process_group, self.session.timeout_s, ask)
             if finish:
-                with span("derived weights"):
-                    finish()
+                finish()
             kept_share = self.payload.kept_share()  # before `verify`, which reads all boxes again
-            with span("verify"):
-                self.verify(targets, ask)
+            self.verify(targets, ask)
             stats = Stats(
                 **self._moved_bytes(executor.plan),
                 extra_bytes=extra_bytes,
@@ -154,8 +150,7 @@ class Member:
                 raise RuntimeError(other_error) from raised
             raise
         try:
-            with span("wait for all members"):
-                self._agreement.reach(stage, asdict(stats), lambda votes: {})
+            self._agreement.reach(stage, asdict(stats), lambda votes: {})
         except Exception:
             self.close()
             raise
@@ -178,6 +173,7 @@ class Member:
                 return []
         return [*error.peers, member]
 
+    @spanned("verify")
     def verify(self, targets: Params, ask: PeerCheck = lambda: None) -> None:
         """Compare this member's targets with their sources, in the mode session.verify; collective.
 

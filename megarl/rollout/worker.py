@@ -115,6 +115,7 @@ class RolloutWorker:
                 transcripts=transcripts,
                 refused_fields=generated.refused_fields,
                 faults=self._take_faults(),
+                reward_worker_s=self._reward_workers.take_worked_s(),
             ), whole
         group = PartialGroup(prompt, tuple(samples), tuple(reward_results))
         return partial_summary(group), group

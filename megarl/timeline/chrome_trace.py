@@ -34,7 +34,7 @@ class ProcessTrace:
 
 def trace(processes: Sequence[ProcessTrace], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The content of the file. processes: in the order of their rows; facts: of the whole, for a reader of the file."""
-    parts = [part for process in processes for part in _parts(process)]
+    parts = [part for process in processes for part in _shown(process)]
     starts = [span.begin_ns for part in parts for span in part.spans]
     origin_ns = min(starts, default=0)
     flows = count(1)
@@ -62,7 +62,7 @@ class _Lane:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ShownProcess:
     """A process of the trace. Times are aligned. owner: the number of the process that recorded it."""
 
     name: str
@@ -78,7 +78,7 @@ class _Part:
             yield from lane.spans
 
 
-def _parts(process: ProcessTrace) -> Iterator[_Part]:
+def _shown(process: ProcessTrace) -> Iterator[_ShownProcess]:
     """The process itself, then its workers, then its child processes."""
     recording = process.recording
     spans = [
@@ -96,7 +96,7 @@ def _parts(process: ProcessTrace) -> Iterator[_Part]:
         "pid": recording.identity.pid,
         "dropped_spans": recording.num_dropped,
     }
-    of_process = _Part(
+    of_process = _ShownProcess(
         name=process.name,
         owner=id(recording),
         lanes=_lanes(own),
@@ -111,7 +111,7 @@ def _parts(process: ProcessTrace) -> Iterator[_Part]:
             yield replace(of_process, name=full_name, lanes=_lanes(of_track), levels=[])
     for name, child in (recording.children or {}).items():
         full_name = f"{process.name}: {name}"
-        yield from _parts(replace(process, name=full_name, recording=child))
+        yield from _shown(replace(process, name=full_name, recording=child))
 
 
 def with_first_tokens(recording: Recording) -> list[Span]:
@@ -170,7 +170,7 @@ def shared_out(spans: Sequence[Span]) -> list[list[Span]]:
     return lanes
 
 
-def _events(part: _Part, number: int, origin_ns: int) -> Iterator[Event]:
+def _events(part: _ShownProcess, number: int, origin_ns: int) -> Iterator[Event]:
     """The names of a process and its threads, then what they did. number: of the process, from 1."""
     name = part.name
     if part.error_ns:
@@ -212,7 +212,7 @@ def _halves(span: Span) -> Iterator[Span]:
         yield span._replace(name="further tokens", begin_ns=first_ns, facts={})
 
 
-def _labels(part: _Part) -> Iterator[str]:
+def _labels(part: _ShownProcess) -> Iterator[str]:
     for name, value in part.facts.items():
         if value:
             yield f"{name} {value}"
@@ -222,7 +222,9 @@ def _named(what: str, pid: int, tid: int, args: Mapping[str, Any]) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def _arrows(parts: Sequence[_Part], origin_ns: int, flows: Iterator[int]) -> Iterator[Event]:
+def _arrows(
+    parts: Sequence[_ShownProcess], origin_ns: int, flows: Iterator[int]
+) -> Iterator[Event]:
     """From each cause that was recorded to what it has caused, of the same process."""
     places: dict[tuple[int, int], tuple[int, int, Span]] = {}
     for number, part in enumerate(parts, start=1):

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -175,6 +175,20 @@ def in_span(
         return function(*args, **keywords)
 
 
+def spanned(name: str) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
+    """Let each call of a function be a span of the running thread."""
+
+    def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
+        @wraps(function)
+        def run(*args: Params.args, **keywords: Params.kwargs) -> Result:
+            with span(name):
+                return function(*args, **keywords)
+
+        return run
+
+    return decorate
+
+
 def concurrent(track: str, name: str, **facts: Fact) -> AbstractContextManager[None]:
     """A span of work beside which other work of the same track goes on, as of coroutines.
 
@@ -186,8 +200,8 @@ def concurrent(track: str, name: str, **facts: Fact) -> AbstractContextManager[N
 
 
 def recorded(
-    method: Callable[Params, Awaitable[Result]],
-) -> Callable[Params, Awaitable[Result]]:
+    method: Callable[Params, Coroutine[Any, Any, Result]],
+) -> Callable[Params, Coroutine[Any, Any, Result]]:
     """Let a coroutine method be a span of the track `calls`, under its own name."""
 
     @wraps(method)

@@ -29,7 +29,13 @@ from megarl.tracking.curve import draw_curve
 from megarl.tracking.draining import FAILED, FINISHED, LOCK, NOTHING, DrainRequests, saved
 from megarl.tracking.health import Health
 from megarl.tracking.loss_table import loss_table, read_losses
-from megarl.tracking.metrics import Advantages, fault_metrics, idle_metrics, pick_samples
+from megarl.tracking.metrics import (
+    Advantages,
+    fault_metrics,
+    idle_metrics,
+    idle_shares,
+    pick_samples,
+)
 from megarl.tracking.patient_stream import PatientStream
 from megarl.tracking.record_lines import read_lines
 from megarl.tracking.secrets import without_secrets
@@ -72,7 +78,8 @@ class Record:
         self.advantages: Advantages = {}
         self.scored: list[GroupSummary] = []
         self._phases: Metrics = defaultdict(float)
-        self._sampled_s: float | None = None
+        self._sampled: tuple[float, int] | None = None
+        self._have_own_gpus = False
         self._began = time.perf_counter()
 
     @contextmanager
@@ -98,15 +105,19 @@ class Record:
         """Add scored groups, whose faults are metrics; failures and refused fields are for the terminal, too."""
         self.scored += groups
 
-    def sampled(self, seconds: float) -> None:
-        """Set for how long engines with GPUs of their own had samples in the step's phases of sampling."""
-        self._sampled_s = seconds
+    def sampled(self, seconds: float, num_engines: int, *, have_own_gpus: bool) -> None:
+        """Set for how long engines had samples in the step's phases of sampling."""
+        self._sampled = (seconds, num_engines)
+        self._have_own_gpus = have_own_gpus
 
     def close(self) -> Metrics:
         """The flat record; `time/other_s` is the time outside all phases."""
         step_s = time.perf_counter() - self._began
-        if self._sampled_s is not None:
-            self.add(idle_metrics(self._phases, step_s, self._sampled_s))
+        if self._sampled:
+            seconds, num_engines = self._sampled
+            self.add(idle_shares(self._phases, step_s, seconds, self.scored, num_engines))
+            if self._have_own_gpus:
+                self.add(idle_metrics(self._phases, step_s, seconds))
         self.add(fault_metrics(self.scored))
         other_s = step_s - sum(self._phases.values())
         times = self._phases | {"time/other_s": other_s, "time/step_s": step_s}

@@ -80,6 +80,7 @@ class Fleet:
             begin=self.begin,
             processes=SimpleNamespace(engines=["engine 0"]),
             have_own_gpus=recipe.rollout.ahead > 0,
+            num_engines=1,
         )
         self.trainers = SimpleNamespace(
             compute_logprobs=self.compute_logprobs,
@@ -327,7 +328,9 @@ def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
 def test_idle_seconds_are_of_engines_with_gpus_of_their_own(made: Any, more: list[str]) -> None:
     run, _ = made("algorithm.name=grpo", *more)
     _, record = step(run)
-    assert ("idle/engines_s" in record.close()) == bool(more)
+    closed = record.close()
+    assert ("idle/engines_s" in closed) == bool(more)
+    assert 0.0 <= closed["idle/engines_share"] <= 1.0, "of engines that share GPUs, too"
 
 
 def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> None:

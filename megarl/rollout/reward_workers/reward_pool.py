@@ -25,6 +25,8 @@ class Pool(WorkerPool[RewardProcess]):
         super().__init__(spec.where, spec.function, num_workers, spec.start_s)
         self._spec = spec
         self.slowest_s = 0.0  # of all verdicts so far
+        self._worked_s = 0.0  # by all workers
+        self._worked_told_s = 0.0
 
     async def reward_results(
         self, answer: str, row: Columns, responses: Sequence[str], episodes: Episodes = ()
@@ -56,6 +58,13 @@ class Pool(WorkerPool[RewardProcess]):
         self._waiting += requests
         self._feed()
         return await asyncio.gather(*(request.result for request in requests))
+
+    def take_worked_s(self) -> float:
+        """For how long its workers have worked since the last call, added up. May be called in any thread."""
+        worked_s = self._worked_s
+        since_s = worked_s - self._worked_told_s
+        self._worked_told_s = worked_s
+        return since_s
 
     def _new(self) -> RewardProcess:
         return RewardProcess(self._spec)
@@ -91,6 +100,8 @@ class Pool(WorkerPool[RewardProcess]):
                 self._replace(worker, GARBAGE)
                 return
         self._settle(worker.in_flight.pop(number), result)
+        if not worker.in_flight:
+            self._worked_s += self._loop.time() - worker.works_since_s
         if is_last:
             self._replace(worker)
             return
@@ -104,6 +115,8 @@ class Pool(WorkerPool[RewardProcess]):
             self._waiting.popleft()
             if not request.result.done():  # its caller was not cancelled
                 request.began = self._loop.time()
+                if not worker.in_flight:
+                    worker.works_since_s = request.began
                 worker.send(request)
 
     def _settle(self, job: Request, result: RewardResult | Failure) -> None:

@@ -52,6 +52,8 @@ class RewardProcess(WorkerProcess):
         self._timeout_s = spec.timeout_s
         self.is_async = False
         self.takes_episode = False
+        # while it has anything in flight
+        self.works_since_s = 0.0
         self._context = b""
 
     def send(self, request: Request) -> None:

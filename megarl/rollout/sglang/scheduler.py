@@ -226,9 +226,9 @@ def _patch_scheduler(
     ranks of a group share the seed, because each of them samples the group's tokens. The process exits on an exception:
     SGLang would send SIGQUIT to the parent, which would kill the actor silently. The rounds of the event loop are
     counted: SGLang's watchdog counts only forward passes, and sends SIGQUIT. Calls of methods (RPC) are the copies of
-    weights to new engines, which all ranks send in the same round, and the unmapping of training ranks' weights. The
-    answer is one that goes to the tokenizer manager, as the leader of every attention group sends it: the socket of
-    SGLang's own answer is only for one.
+    weights to new engines, which all ranks send in the same round, the unmapping of training ranks' weights, and the
+    recording of what the schedulers do. The answer is one that goes to the tokenizer manager, as the leader of every
+    attention group sends it: the socket of SGLang's own answer is only for one.
     """
     from sglang.srt.managers.io_struct import SendWeightsToRemoteInstanceReqOutput
     from sglang.srt.runtime_context import get_parallel
@@ -267,17 +267,20 @@ def _patch_scheduler(
 
         def handle_rpc_request(self, recv_req: Any) -> SendWeightsToRemoteInstanceReqOutput:
             with rounds.exempt():
-                failure = ""
-                if recv_req.method == "forget_ranks":
-                    failure = _forget_ranks()
-                elif recv_req.method == scheduler_spans.METHOD:
-                    scheduler_spans.obey(recv_req.parameters["order"], spans_path)
-                else:
-                    failure = _send_copy(self, recv_req.parameters["message"])
-                reasons = _reasons(failure)
+                reasons = _reasons(_answered(self, recv_req, spans_path))
             return SendWeightsToRemoteInstanceReqOutput(success=not reasons, message=reasons)
 
     scheduler.Scheduler = PatchedScheduler
+
+
+def _answered(scheduler: Any, call: Any, spans_path: Path) -> str:
+    """Do what a call of a method asks for; why that failed, else ""."""
+    if call.method == "forget_ranks":
+        return _forget_ranks()
+    if call.method == scheduler_spans.METHOD:
+        scheduler_spans.obey(call.parameters["order"], spans_path)
+        return ""
+    return _send_copy(scheduler, call.parameters["message"])
 
 
 def _send_copy(scheduler: Any, content: str) -> str:
