@@ -84,8 +84,8 @@ class StepTimeline:
     def _begin(self) -> dict[str, Offset]:
         """Let every process record; the offsets of the other nodes' clocks, by clock."""
         self._is_open = True
-        begun = _ask(self._cluster.workers, "begin")
         own = recorder.begin()
+        begun = _ask(self._cluster.workers, "begin")
         return _offsets(own.clock, {worker: identity.clock for worker, identity in begun.items()})
 
     def _begin_profiles(self, step: int) -> None:

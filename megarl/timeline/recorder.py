@@ -252,8 +252,14 @@ def now_ns() -> int:
 
 
 def _clock() -> str:
-    """The boot of the node and the time namespace of the process: where both are equal CLOCK_MONOTONIC is."""
-    return f"{_BOOT_ID.read_text().strip()} {_TIME_NAMESPACE.readlink()}"
+    """The boot of the node and the time namespace of the process: where both are equal CLOCK_MONOTONIC is.
+
+    Without them, as in some sandboxes, the host's name has to do.
+    """
+    try:
+        return f"{_BOOT_ID.read_text().strip()} {_TIME_NAMESPACE.readlink()}"
+    except OSError:
+        return socket.gethostname()
 
 
 class _ThreadSpan:
