@@ -1,7 +1,7 @@
 """What recording a timeline costs: the time of a span, and of the check where nothing is recorded; shares of a step.
 
-Given timelines of runs (`runs/NAME/timeline/step_N.json.gz`), it counts the spans that each process recorded in its step
-and tells which share of the step their recording takes in the busiest process: python scripts/bench/timeline.py FILES
+Given timelines of runs (`runs/NAME/timeline/step_N.json.gz`), it counts the spans that each process recorded in its
+step, and tells which share of the step their recording takes in the busiest process: scripts/bench/timeline.py FILES
 """
 
 from __future__ import annotations
