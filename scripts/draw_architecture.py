@@ -61,6 +61,7 @@ FLOORS: list[dict[str, str]] = [
         "device": "CPU or GPU, decided once",
         "printable": "foreign text, escaped",
         "spelling": "did you mean",
+        "timeline": "what each process did when",
     },
 ]
 # told in the rooms that import them

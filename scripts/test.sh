@@ -17,6 +17,8 @@ provide() { # $1: program, $2: its name, $3: the tests, then its packages
 
 provide bwrap bubblewrap "the tests of the sandbox" bubblewrap
 provide chromedriver Chromium "the tests of the run page" chromium chromium-driver
+python scripts/fetch_trace_processor.py ||
+    say "Perfetto's trace processor is missing: the tests that ask it about timelines will be skipped"
 if command -v scontrol >/dev/null && ! command -v slurmctld >/dev/null; then
     say "this machine belongs to a Slurm cluster: the tests of Slurm jobs, which start their own, will be skipped"
 else

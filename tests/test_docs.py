@@ -18,6 +18,7 @@ from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.commands import episode_check
 from megarl.config import AlgorithmConfig, Recipe, RewardConfig
 from megarl.config.loading import load_recipe
+from megarl.config.timeline import TimelineConfig
 from megarl.environments.agents.agent_thread import AgentThread, agent_settings
 from megarl.environments.agents.chat import ChatAnswer, ChatRequest
 from megarl.environments.runtime.environment import Observation
@@ -236,12 +237,16 @@ def test_the_examples_of_data_are_recipes(tmp_path: Path) -> None:
     assert [file.weight for file in weights.train] == [3.0, 1.0]
 
 
-def test_the_example_of_trackers_is_a_recipe(tmp_path: Path) -> None:
-    (page,) = blocks("tracking.md", "yaml")
-    overlay = tmp_path / "overlay.yaml"
-    overlay.write_text(page)
-    run = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]).run
+def test_the_examples_of_trackers_and_of_a_timeline_are_recipes(tmp_path: Path) -> None:
+    recipes = []
+    for number, example in enumerate(blocks("tracking.md", "yaml")):
+        overlay = tmp_path / f"{number}.yaml"
+        overlay.write_text(example)
+        recipes.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]))
+    trackers, timeline = recipes
+    run = trackers.run
     assert (run.trackers, run.project) == (("tensorboard", "wandb", "mlflow"), "math")
+    assert timeline.timeline == TimelineConfig(steps=(5, 50), profile_ranks=(0,))
 
 
 @pytest.fixture

@@ -44,12 +44,13 @@ REACH = {  # room -> the only rooms that it may import, where floors alone would
         "printable",
         "recovery",
         "samples",
+        "timeline",
         "tracking",
         "training",
         "types",
     },
     "model": {"device", "disk", "printable", "types"},
-    "resharding": {"collector", "device", "model", "placement", "types"},
+    "resharding": {"collector", "device", "model", "placement", "timeline", "types"},
 }
 IMPORTERS = {  # room -> the only rooms that may import it
     "parallel": {"cli", "commands", "plan", "preflight", "training"},

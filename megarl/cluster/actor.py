@@ -31,6 +31,7 @@ from megarl.cluster.visible_gpus import device_errors
 from megarl.collector import collector_paused
 from megarl.device import use_network, use_sglang_nccl_settings
 from megarl.disk import has_open_calls
+from megarl.timeline import recorder
 from megarl.types import ProcessLost, SilentFault, UserError
 from megarl.types.remote import RemoteCall
 
@@ -105,7 +106,7 @@ class _Shell:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._thread = ThreadPoolExecutor(1, "calls")
         self._target: Any = None
         self._is_made = asyncio.Event()
         # calls that the thread has not ended
@@ -146,7 +147,7 @@ class _Shell:
         with _errors_for_ray():
             if asyncio.iscoroutinefunction(function):
                 return await function(*arguments)
-            return await self._on_thread(function, *arguments)
+            return await self._on_thread(recorder.in_span, method, function, *arguments)
 
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
         results = [*await self.call(method, *args)]

@@ -242,6 +242,11 @@ class Cluster(Calls):
             self._owners[worker] = on_loss
         return worker
 
+    @property
+    def workers(self) -> list[Worker]:
+        """Those that are watched: all but the lost ones."""
+        return list(self._workers)
+
     def extend_slots(self, gpus: int) -> int:
         """Take free nodes of a joined cluster until there are so many slots, as far as possible; how many there are."""
         return self._slots.extend(gpus)

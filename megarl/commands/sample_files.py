@@ -14,6 +14,7 @@ from megarl.controller.stages import learn_from_groups, record_groups, reshard, 
 from megarl.data.inputs import Inputs
 from megarl.fleet.external_fleet import make_fleet
 from megarl.fleet.fleet import training_fleet
+from megarl.fleet.step_timeline import StepTimeline
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.samples.parquet import SampleFile, writing
@@ -36,8 +37,9 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
             with record.phase("start"):
                 fleet = make_fleet(cluster, recipe, log.say, learns=False)
             reshard(fleet, record)
+        timeline = StepTimeline(cluster, recipe.timeline, log.folder, log.say)
         for step in range(1, recipe.run.steps + 1):
-            with log.step(step) as record:
+            with timeline.of(step), log.step(step) as record:
                 with record.phase("rollout"):
                     prompts = inputs.prompts.take(recipe.rollout.prompts_per_step)
                     groups = fleet.engines.sample(prompts, sampling_of(recipe, step))
@@ -71,8 +73,11 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
             algorithm=recipe.algorithm.name,
             learning_rate=policy_lr(recipe, fleet),
         )
+        timeline = StepTimeline(
+            cluster, recipe.timeline, log.folder, log.say, lambda: fleet.trainers.workers
+        )
         for number in range(1, recipe.run.steps + 1):
-            with log.step(number) as record:
+            with timeline.of(number), log.step(number) as record:
                 groups = fleet.put(samples.groups(number))
                 groups = with_overlong_penalty(groups, run.hyperparameters, recipe.longest_sample)
                 record_groups(record, groups, recipe.algorithm.name)

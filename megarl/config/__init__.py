@@ -41,6 +41,7 @@ from megarl.config.models import (
     RewardModelConfig,
     TrainConfig,
 )
+from megarl.config.timeline import TimelineConfig
 from megarl.types import Hyperparameters
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -360,6 +361,7 @@ class Recipe(Branch):
     reward_model: RewardModelConfig = RewardModelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reshard: ReshardConfig = ReshardConfig()
+    timeline: TimelineConfig = TimelineConfig()
     placement: PlacementConfig
 
     @property

@@ -23,6 +23,7 @@ UNREAD_WHERE = {
     "evaluation": "data.eval names no set",
     "evaluation.top_p": "the temperature is 0, and the most probable token is taken",
     "reshard.round_bytes": "external engines get weights as files",
+    "timeline.profile_ranks": "timeline.steps names no step",
     "train.lr_end": "train.lr_schedule is constant",
     "reference.path": "reference.use is false and algorithm.kl_coefficient is 0",
     "critic": "{algorithm} has no critic",

@@ -35,6 +35,7 @@ from megarl.data.inputs import Inputs
 from megarl.fleet.external_fleet import make_fleet
 from megarl.fleet.rank_groups import GroupBuffer
 from megarl.fleet.rank_recovery import repetition
+from megarl.fleet.step_timeline import StepTimeline
 from megarl.tracking.run_log import RunLog
 
 
@@ -69,6 +70,9 @@ def begin(
             log=log,
             prompts_per_step=recipe.rollout.prompts_per_step,
             repetition=repetition(cluster, recipe, fleet, saver),
+            timeline=StepTimeline(
+                cluster, recipe.timeline, log.folder, log.say, lambda: fleet.trainers.workers
+            ),
         )
         run.saver.leave_if_wanted()
         return run, enter(run, record, start)
@@ -77,7 +81,7 @@ def begin(
 def take_step(run: Run, number: int, buffer: GroupBuffer) -> GroupBuffer:
     """One training step with its evaluation and checkpoint; buffer: of the step before, and for the next."""
     run.saver.leave_if_wanted()
-    with run.log.step(number) as record:
+    with run.timeline.of(number), run.log.step(number) as record:
         buffer = train_step(run, Step(number, record, buffer))
         if number % run.recipe.evaluation.every == 0 or number == run.recipe.run.steps:
             evaluate(run, record)

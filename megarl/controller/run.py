@@ -15,6 +15,7 @@ from megarl.data.inputs import Inputs
 from megarl.fleet.engine_count import EngineCount
 from megarl.fleet.fleet import Fleet, TrainingFleet
 from megarl.fleet.rank_groups import NO_GROUPS, GroupBuffer, PerTokenResults, RolloutBatch, Trained
+from megarl.fleet.step_timeline import StepTimeline
 from megarl.recovery.repetition import Repetition
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog
@@ -58,6 +59,7 @@ class Run(TrainingRun):
     log: RunLog
     prompts_per_step: int
     repetition: Repetition | None
+    timeline: StepTimeline
     engine_watch: EngineWatch = field(default_factory=EngineWatch)
     engine_count: EngineCount = field(default_factory=EngineCount)
 

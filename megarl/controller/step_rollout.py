@@ -74,8 +74,11 @@ class StepRollout:
         if self.limits.is_phased:
             record.add(waiting_metrics(collected.chosen.summaries, collected.buffer))
         record.add(balance_metrics(collected.balances))
-        if self.engines.have_own_gpus:
-            record.sampled(sum(balance.seconds for balance in collected.balances))
+        record.sampled(
+            sum(balance.seconds for balance in collected.balances),
+            self.engines.num_engines,
+            have_own_gpus=self.engines.have_own_gpus,
+        )
         # also of groups that no step trains on
         record.add({"reward/failed": failed_share(collected.complete)})
         record.failed(collected.complete)

@@ -54,6 +54,11 @@ class Engines:
         return device.DEVICE == "cuda" and is_shared
 
     @property
+    def num_engines(self) -> int:
+        """How many there are, those among them that are started anew."""
+        return len(self.processes.engines)
+
+    @property
     def have_own_gpus(self) -> bool:
         """Whether an engine shares its GPUs with no other model."""
         return not all(engine.shares for engine in self.processes.engines)

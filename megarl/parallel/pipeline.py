@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
@@ -23,6 +24,7 @@ from megarl.parallel.packing import PackedRow
 from megarl.parallel.paired_passes import ChunkPass
 from megarl.parallel.routing import Choices, Routing
 from megarl.parallel.shared_rows import RowParams
+from megarl.timeline import recorder
 from megarl.types.tensors import NamedTensors
 
 Result = TypeVar("Result")
@@ -94,7 +96,7 @@ class Pipeline:
         feeds: list[Iterator[Any]] = [
             zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks
         ]
-        with torch.set_grad_enabled(norms is not None):
+        with torch.set_grad_enabled(norms is not None), _backward_spans():
             results = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=feeds,
@@ -156,7 +158,10 @@ class Pipeline:
         if return_schedule_plan:
             self.routing.begin(row, choices)
             return ChunkPass(chunk, see_output, **inputs), loss
-        with self.routing.passing(row, choices):
+        with (
+            recorder.span("forward", tokens=len(row.token_ids_L)),
+            self.routing.passing(row, choices),
+        ):
             output = model(**inputs)
         see_output(output)
         return output, loss
@@ -253,11 +258,29 @@ def _sum_then_divide(
     denominator: float | None, chunks: list[Any], num_tokens: object, **kwargs: Any
 ) -> None:
     """Megatron's finalize_model_grads with the caller's denominator in place of Megatron's token count."""
-    finalize_model_grads(chunks, None, **kwargs)
-    lora.sum_over_etp(chunks)
+    with recorder.span("gradients over ranks"):
+        finalize_model_grads(chunks, None, **kwargs)
+        lora.sum_over_etp(chunks)
     if denominator is not None:
         for chunk in chunks:
             chunk.scale_gradients(1.0 / denominator)
+
+
+@contextmanager
+def _backward_spans() -> Iterator[None]:
+    """Record the backward pass of each row inside the block, which Megatron's schedules call by this name.
+
+    Passes in pairs (combined 1F1B) have another one, and are not recorded.
+    """
+    if not recorder.is_recording():
+        yield
+        return
+    original = schedules.backward_step
+    schedules.backward_step = partial(recorder.in_span, "backward", original)
+    try:
+        yield
+    finally:
+        schedules.backward_step = original
 
 
 class KnownShapes(P2PCommunicator):
@@ -282,6 +305,10 @@ class KnownShapes(P2PCommunicator):
         self._from_prev, self._from_next = (
             iter([shapes[row] for row in order]) for order in orders
         )
+
+    def _communicate(self, **tensors: Any) -> Any:
+        with recorder.span("stages exchange"):
+            return super()._communicate(**tensors)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool

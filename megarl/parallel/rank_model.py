@@ -35,6 +35,7 @@ from megarl.parallel.routing import Router, Routing
 from megarl.parallel.shared_rows import pack_shared
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import Role
+from megarl.timeline import recorder
 from megarl.types import TrainSequence
 from megarl.types.arrays import TokenArrays
 from megarl.types.tensors import ModelChunks, NamedTensors
@@ -188,7 +189,8 @@ class RankModel:
         self._wait_for_save()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        _, grad_norm, _ = self.optimizer.step()
+        with recorder.span("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
         self.optimizer.zero_grad()
         if grad_norm is None or not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm is {grad_norm}")

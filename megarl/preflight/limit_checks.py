@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.config import PlacementConfig, Recipe, RunConfig
 from megarl.config.hardware import load_hardware
 from megarl.disk import is_writable
+from megarl.placement.roles import train_layout
 from megarl.tracking.secrets import secrets_in
 from megarl.types import UserError, UserErrors
 from megarl.types.listed import ErrorIterator, listed
@@ -35,6 +36,19 @@ def limit_errors(recipe: Recipe, device: str) -> ErrorIterator:
     if recipe.placement.hardware:
         yield from _hardware_errors(recipe.placement.hardware)
     yield from _folder_errors(recipe.run)
+    yield from _timeline_errors(recipe)
+
+
+def _timeline_errors(recipe: Recipe) -> ErrorIterator:
+    """Steps that the run does not have, and ranks that the policy does not have."""
+    steps = recipe.run.steps
+    if late := [step for step in recipe.timeline.steps if step > steps]:
+        problem = f"step {late[0]} is not one of the run's {steps}"
+        yield UserError("timeline.steps", problem, f"name steps from 1 to {steps} (run.steps)")
+    num_ranks = train_layout(recipe).world_size
+    if absent := [rank for rank in recipe.timeline.profile_ranks if rank >= num_ranks]:
+        problem = f"there is no rank {absent[0]} among {num_ranks} training ranks"
+        yield UserError("timeline.profile_ranks", problem, f"name ranks from 0 to {num_ranks - 1}")
 
 
 def _gpu_errors(placement: PlacementConfig, device: str) -> ErrorIterator:

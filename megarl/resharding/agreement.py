@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from megarl.timeline.recorder import spanned
+
 Vote = Mapping[str, Any]
 
 
@@ -96,6 +98,7 @@ class Agreement:
         self._timeout_s = timeout_s
         self._keys: list[str] = []  # that this member has written since the last `forget`
 
+    @spanned("members agree")
     def reach(self, stage: str, vote: Vote, conclude: Callable[[Sequence[Vote]], Vote]) -> Vote:
         """Wait for all members; returns what `conclude` returns for their votes, in member order.
 

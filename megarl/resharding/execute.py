@@ -24,6 +24,7 @@ from megarl.resharding.reshard_plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, shape_as_stack, views
 from megarl.resharding.transport import PeerCheck, PostedWork, batch, settle, wait
+from megarl.timeline.recorder import span, spanned
 from megarl.types.tensors import NamedTensors
 
 Params = NamedTensors
@@ -119,6 +120,10 @@ class MemberRound(NamedTuple):
     receives: list[SendBuffer]
     drain: bool
 
+    @property
+    def sent_bytes(self) -> int:
+        return sum(send_buffer.num_bytes for send_buffer in self.sends)
+
 
 class OnTheWay(NamedTuple):
     """A posted round: works to wait for, and the messages to unpack then."""
@@ -180,6 +185,7 @@ class Executor:
         """Whether these are the parameters that the executor was made for."""
         return self._addresses == (_addresses(sources), _addresses(targets))
 
+    @spanned("exchange")
     @torch.no_grad()
     def run(self, group: Any, timeout_s: float, ask: PeerCheck = lambda: None) -> int:
         """Write every target box of this member; returns the peak of extra memory in bytes when all are written.
@@ -192,13 +198,14 @@ class Executor:
         )
         pending: OnTheWay | None = None
         for index, step in enumerate(self._steps):
-            if step.drain:
-                pending = _finish(pending, timeout_s, ask)
-            posted = _post(group, step, out[index % 2], into[index % 2])
-            if index == 0:
-                self._copy_local()
-            _finish(pending, timeout_s, ask)
-            pending = posted
+            with span(f"round {index + 1}", sent_bytes=step.sent_bytes):
+                if step.drain:
+                    pending = _finish(pending, timeout_s, ask)
+                posted = _post(group, step, out[index % 2], into[index % 2])
+                if index == 0:
+                    self._copy_local()
+                _finish(pending, timeout_s, ask)
+                pending = posted
         _finish(pending, timeout_s, ask)
         if not self._steps:
             self._copy_local()

@@ -32,6 +32,7 @@ from megarl.resharding.transport import (
     make_group,
 )
 from megarl.resharding.verify import Verifier
+from megarl.timeline.recorder import spanned
 
 # increase it whenever the same inputs give another plan: members of two versions must not exchange
 PLANNER = 1
@@ -172,6 +173,7 @@ class Member:
                 return []
         return [*error.peers, member]
 
+    @spanned("verify")
     def verify(self, targets: Params, ask: PeerCheck = lambda: None) -> None:
         """Compare this member's targets with their sources, in the mode session.verify; collective.
 

@@ -27,6 +27,7 @@ from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, Schedulers
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
+from megarl.timeline.recorder import concurrent, recorded
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserError
 from megarl.types.reward_result import REWARD_HINT, Failure, RewardResult
 from megarl.types.sampling import Sampling
@@ -83,6 +84,12 @@ class RolloutWorker:
         Raises EngineError; UserError(reward.function) when every verdict has failed, unless sampling.may_lose_all, or
         with reward.on_failure "stop" when any has.
         """
+        with concurrent("groups", f"prompt {prompt.id}"):
+            return await self._sampled(prompt, sampling, begun)
+
+    async def _sampled(
+        self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None
+    ) -> tuple[GroupSummary, SampleGroup] | tuple[PartialSummary, PartialGroup]:
         generated = await self._generate(prompt, sampling, begun)
         samples = generated.samples
         reward_results = list(generated.reward_results)
@@ -108,6 +115,7 @@ class RolloutWorker:
                 transcripts=transcripts,
                 refused_fields=generated.refused_fields,
                 faults=self._take_faults(),
+                reward_worker_s=self._reward_workers.take_worked_s(),
             ), whole
         group = PartialGroup(prompt, tuple(samples), tuple(reward_results))
         return partial_summary(group), group
@@ -182,9 +190,11 @@ class RolloutWorker:
             refused.update(episode.refused_fields)
         return Generated(samples, [episode.reward_result for episode in played], dict(refused))
 
+    @recorded
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._own_engine.reshard(message, version)
 
+    @recorded
     async def take_files(self, weights: WeightFiles) -> None:
         """Have an external engine load weights; raises EngineError where it does not."""
         await self._external_engine.take_files(weights)
@@ -204,10 +214,12 @@ class RolloutWorker:
         assert isinstance(self._engine, ExternalEngine)
         return self._engine
 
+    @recorded
     async def forget_ranks(self) -> None:
         """Unmap the parameters of training ranks that are gone; raises EngineError where that fails."""
         await self._own_engine.forget_ranks()
 
+    @recorded
     async def send_copy(self, message: Mapping[str, Any]) -> None:
         """Send the weights to a new engine while this one samples; message: a source's of `copy_messages`.
 
@@ -215,6 +227,7 @@ class RolloutWorker:
         """
         await self._own_engine.send_copy(message)
 
+    @recorded
     async def receive_copy(self, message: Mapping[str, Any], version: int) -> None:
         """Take the weights of engines that sample; message: the target's of `copy_messages`. Raises as `reshard`."""
         await self._own_engine.receive_copy(message, version)
@@ -223,12 +236,15 @@ class RolloutWorker:
         """Raises EngineLost with the cause when a process of the engine has died or hangs; does not return."""
         await self._engine.fail()
 
+    @recorded
     async def release_memory(self) -> None:
         await self._own_engine.release_memory()
 
+    @recorded
     async def resume_weights(self) -> None:
         await self._own_engine.resume_memory(["weights"])
 
+    @recorded
     async def resume_cache(self) -> None:
         await self._own_engine.resume_memory(["kv_cache"])
 

@@ -173,6 +173,29 @@ def idle_metrics(phases: Metrics, step_s: float, sampled_s: float) -> Metrics:
     }
 
 
+def idle_shares(
+    phases: Metrics,
+    step_s: float,
+    sampled_s: float,
+    groups: Sequence[GroupSummary],
+    num_engines: int,
+) -> Metrics:
+    """The share of a step in which each role had nothing to do, whoever shares its GPUs.
+
+    phases, sampled_s: as of `idle_metrics`. groups: all that were scored in the step, by so many engines.
+    """
+    idle = idle_metrics(phases, step_s, sampled_s)
+    shares = {
+        "idle/ranks_share": min(1.0, idle["idle/ranks_s"] / step_s),
+        "idle/engines_share": idle["idle/engines_s"] / step_s,
+    }
+    worked_s = [group.reward_worker_s for group in groups if group.reward_worker_s is not None]
+    if worked_s and num_engines:
+        rewarding_s = sum(worked_s) / num_engines
+        shares["idle/reward_workers_share"] = max(0.0, 1.0 - rewarding_s / step_s)
+    return shares
+
+
 def failed_share(groups: Sequence[GroupSummary]) -> float:
     """Of all samples, those whose reward failed, in the groups or dropped from them."""
     asked = sum(len(group.rewards_G) + group.num_dropped for group in groups)

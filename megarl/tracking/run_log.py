@@ -23,6 +23,7 @@ from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
 from megarl.disk import begin, has_ended, take_lock, writing
 from megarl.printable import json_line, one_line, printable
+from megarl.timeline.recorder import span
 from megarl.tracking.appended_files import RunFiles
 from megarl.tracking.curve import draw_curve
 from megarl.tracking.draining import FAILED, FINISHED, LOCK, NOTHING, DrainRequests, saved
@@ -33,6 +34,7 @@ from megarl.tracking.metrics import (
     ShownTokens,
     fault_metrics,
     idle_metrics,
+    idle_shares,
     pick_samples,
 )
 from megarl.tracking.patient_stream import PatientStream
@@ -78,14 +80,16 @@ class Record:
         self.shown_tokens: ShownTokens = {}
         self.scored: list[GroupSummary] = []
         self._phases: Metrics = defaultdict(float)
-        self._sampled_s: float | None = None
+        self._sampled: tuple[float, int] | None = None
+        self._have_own_gpus = False
         self._began = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds inside to `time/<name>_s`; phases do not overlap."""
         began = time.perf_counter()
-        yield
+        with span(name):
+            yield
         self._phases[f"time/{name}_s"] += time.perf_counter() - began
 
     def add(self, metrics: Metrics) -> None:
@@ -107,15 +111,19 @@ class Record:
         """Add scored groups, whose faults are metrics; failures and refused fields are for the terminal, too."""
         self.scored += groups
 
-    def sampled(self, seconds: float) -> None:
-        """Set for how long engines with GPUs of their own had samples in the step's phases of sampling."""
-        self._sampled_s = seconds
+    def sampled(self, seconds: float, num_engines: int, *, have_own_gpus: bool) -> None:
+        """Set for how long engines had samples in the step's phases of sampling."""
+        self._sampled = (seconds, num_engines)
+        self._have_own_gpus = have_own_gpus
 
     def close(self) -> Metrics:
         """The flat record; `time/other_s` is the time outside all phases."""
         step_s = time.perf_counter() - self._began
-        if self._sampled_s is not None:
-            self.add(idle_metrics(self._phases, step_s, self._sampled_s))
+        if self._sampled:
+            seconds, num_engines = self._sampled
+            self.add(idle_shares(self._phases, step_s, seconds, self.scored, num_engines))
+            if self._have_own_gpus:
+                self.add(idle_metrics(self._phases, step_s, seconds))
         self.add(fault_metrics(self.scored))
         other_s = step_s - sum(self._phases.values())
         times = self._phases | {"time/other_s": other_s, "time/step_s": step_s}

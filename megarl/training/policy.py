@@ -42,7 +42,7 @@ from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import share_params
 from megarl.resharding.payloads import ReshardStep, exchanged
 from megarl.resharding.session import PublishedRank, Session
-from megarl.training import credit, kept_tokens
+from megarl.training import credit, kept_tokens, profiling
 from megarl.training.batching import TokenValues, Update, refs_of, values_by_reader
 from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.training.merged_weights import MergedWeights
@@ -114,6 +114,10 @@ class PolicyRank(TrainingRank):
         The state is that of `compute_logprobs`, where it was called for this step. The token values are the auxiliary
         model's.
         """
+        with profiling.profiled():
+            return self._train(call)
+
+    def _train(self, call: TrainCall[Logprobs | None]) -> list[Statistics]:
         algorithm = call.algorithm
         hyperparameters = self._hyperparameters(algorithm)
         shares = self._shares(algorithm, call.updates, call.groups)

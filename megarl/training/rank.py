@@ -28,6 +28,7 @@ from megarl.parallel.routing import Choices
 from megarl.placement.roles import Role
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
+from megarl.timeline import recorder
 from megarl.training.batching import Update
 from megarl.training.update_guard import UpdateGuard
 from megarl.types import ByteArray, FloatArray, TrainSequence, regrouped
@@ -256,7 +257,8 @@ class TrainingRank:
 
         self._model.zero_grad()
         done = self._model.pipeline.run(rows, on_outputs, norms=norms, **options)
-        self._guard.check()
+        with recorder.span("check of faults"):
+            self._guard.check()
         grad_norm = self._model.step(lr)
         statistics: Statistics = {}
         if self._model.is_last_stage:

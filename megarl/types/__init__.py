@@ -141,8 +141,9 @@ class GroupSummary:
 
     rows: of each sample. failures: descriptions of the failed reward results; num_dropped of their samples are not in
     the group. verifications, prefills: of all samples but the baseline. faults: of the engine's worker processes since
-    its group before, by the room of their metrics, `reward` or `episode`. source: of the prompt, by its data row; "":
-    the row names none.
+    its group before, by the room of their metrics, `reward` or `episode`. reward_worker_s: for how long the mean reward
+    worker of its engine has worked since then; None: there are none. source: of the prompt, by its data row; "": the
+    row names none.
 
     Of episodes alone: turn_rewards_G, the sum of the rewards of a sample's turns, None where no turn has any; facts, of
     each sample, None where it is no episode; transcripts, of the first samples, as many as samples.jsonl may show;
@@ -166,6 +167,7 @@ class GroupSummary:
     verifications: int = 0
     prefills: int = 0
     faults: Mapping[str, WorkerFaults] = field(default_factory=dict)
+    reward_worker_s: float | None = None
     source: str = ""
     turn_rewards_G: FloatArray | None = None
     facts: tuple[EpisodeFacts | None, ...] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import signal
@@ -21,6 +23,9 @@ from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.stillness import GroupStillness
 from megarl.config import PlacementConfig
+from megarl.config.timeline import TimelineConfig
+from megarl.fleet.step_timeline import StepTimeline, clock_of
+from megarl.timeline import recorder
 from megarl.types import FaultMember, ProcessLost, SilentFault, UserError
 from megarl.types.remote import RemoteCall
 from tests.leftovers import left_since, shared_files
@@ -67,6 +72,10 @@ class Target:
 
     def add(self, number: int) -> int:
         return self.rank + number
+
+    def have_another_clock(self) -> None:
+        """As a process of another node, though its times are those of this one."""
+        recorder._clock = lambda: "another"
 
     async def pair(self) -> tuple[int, bytes]:
         return self.rank, bytes(1000)
@@ -283,6 +292,74 @@ def test_every_node_gets_a_worker_that_takes_no_gpu(cluster: Cluster, workers: l
     assert isinstance(started["node"], int), started
     assert answers({node.worker.call("add", 1): "node"}, BOUND_S) == {"node": 6}
     node.worker.kill()
+
+
+def spans_of(file: Path) -> list[tuple[str, str]]:
+    """(process, name) of each span of a timeline, the clock's error left out, in the order of their begins."""
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
+    spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])
+    return [(names[span["pid"]].partition(" (")[0], span["name"]) for span in spans]
+
+
+def test_a_timeline_has_what_all_processes_did_in_the_chosen_steps(
+    cluster: Cluster, workers: list[Worker], tmp_path: Path
+):
+    said: list[str] = []
+    timeline = StepTimeline(cluster, TimelineConfig(steps=(2, 3)), tmp_path, said.append)
+    with timeline.of(1):
+        ask(cluster, workers, "add", 1)
+    assert not list(tmp_path.iterdir())
+    with timeline.of(2):
+        ask(cluster, workers, "add", 1)
+        ask(cluster, workers, "pair")  # on the event loop: no span of the thread
+        late = cluster.worker("late", 0)
+        cluster.gather({late.start(TARGET, 2): "late"})
+    assert sorted(spans_of(tmp_path / "timeline" / "step_2.json.gz")) == [
+        ("controller", "step 2"),
+        ("rank 0", "add"),
+        ("rank 1", "add"),
+    ]
+    assert said.pop().endswith("; without late, which did not record the whole step")
+    cluster.end(late)
+
+    with pytest.raises(KeyError), timeline.of(3):  # and is repeated, as after a failure
+        ask(cluster, workers, "add", 1)
+        raise KeyError
+    with timeline.of(3):
+        ask(cluster, workers, "size", b"")
+    assert spans_of(tmp_path / "timeline" / "step_3.json.gz")[0] == ("controller", "step 3")
+    assert {name for _, name in spans_of(tmp_path / "timeline" / "step_3.json.gz")[1:]} == {"size"}
+    answer = {worker.compute("megarl.timeline.recorder:is_recording"): "" for worker in workers}
+    assert cluster.gather(answer) == [False, False] and not recorder.is_recording()
+
+
+def test_the_clock_of_another_process_is_read_to_within_the_stated_error(
+    cluster: Cluster, tmp_path: Path
+):
+    """All processes of this machine have one, so that the truth is 0."""
+    (other,) = [cluster.worker("other", 1)]
+    cluster.gather({other.start(TARGET, 1): "other"})
+    offset = clock_of(other)
+    assert offset is not None
+    assert offset.error_ns > 0 and abs(offset.offset_ns) <= offset.error_ns
+
+    ask(cluster, [other], "have_another_clock")
+    said: list[str] = []
+    timeline = StepTimeline(cluster, TimelineConfig(steps=(1,)), tmp_path, said.append)
+    with timeline.of(1):
+        ask(cluster, [other], "work", 0.1)
+    content = json.loads(gzip.decompress((tmp_path / "timeline" / "step_1.json.gz").read_bytes()))
+    error_us = content["otherData"]["clock_error_us"]["other"]
+    assert 0 < error_us < 1e6
+    assert f"the clocks of 2 nodes are aligned to within {error_us:.0f} us" in said[0]
+    (step,) = [event for event in content["traceEvents"] if event["name"] == "step 1"]
+    (work,) = [event for event in content["traceEvents"] if event["name"] == "work"]
+    assert step["ts"] - error_us <= work["ts"]
+    assert work["ts"] + work["dur"] <= step["ts"] + step["dur"] + error_us
+    cluster.end(other)
 
 
 def test_a_user_error_arrives_as_itself(cluster: Cluster, workers: list[Worker]):

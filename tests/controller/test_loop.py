@@ -81,6 +81,7 @@ class Fleet:
             begin=self.begin,
             processes=SimpleNamespace(engines=["engine 0"]),
             have_own_gpus=recipe.rollout.ahead > 0,
+            num_engines=1,
         )
         self.trainers = SimpleNamespace(
             compute_logprobs=self.compute_logprobs,
@@ -184,6 +185,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         demonstrate = demonstrations(tokenizer, turn_tokenizer=None, messages=None)
         inputs: Any = SimpleNamespace(prompts=prompts, demonstrate=demonstrate, eval_sets={})
         log: Any = None
+        timeline: Any = None
         run = Run(
             recipe=recipe,
             fleet=fleet,
@@ -194,6 +196,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             log=log,
             prompts_per_step=recipe.rollout.prompts_per_step,
             repetition=None,
+            timeline=timeline,
         )
         return run, fleet
 
@@ -330,7 +333,9 @@ def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
 def test_idle_seconds_are_of_engines_with_gpus_of_their_own(made: Any, more: list[str]) -> None:
     run, _ = made("algorithm.name=grpo", *more)
     _, record = step(run)
-    assert ("idle/engines_s" in record.close()) == bool(more)
+    closed = record.close()
+    assert ("idle/engines_s" in closed) == bool(more)
+    assert 0.0 <= closed["idle/engines_share"] <= 1.0, "of engines that share GPUs, too"
 
 
 def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,10 +15,13 @@ from megarl.config import TrainConfig
 from megarl.config.loading import load_recipe
 from megarl.parallel.model import fixed_field_names
 from megarl.parallel.options import option_errors
+from scripts.fetch_trace_processor import is_complete
+from tests.timeline.trace_processor import ARROWS, PROBLEMS, SPANS, ask
 
 pytestmark = pytest.mark.slow
 
-SHORT = ("run.steps=5",)
+SHORT = ("run.steps=5", "timeline.steps=[4]", "timeline.profile_ranks=[0]")
+REWARD = "megarl.rollout.rewards.exact:score"
 PNG = b"\x89PNG\r\n\x1a\n"
 EVERY_STEP = (
     "reward/mean", "reward/accuracy", "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "reshard/wire_bytes",
@@ -55,6 +59,7 @@ def test_the_quickstart_learns(launch: Callable):
     assert own_cost < 0.1
 
     run = command.folder / "runs" / "quickstart"
+    _check_timeline(run / "timeline", command.out)
     assert (run / "curve.png").read_bytes().startswith(PNG)
     assert list((run / "events").glob("events.out.tfevents*"))
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
@@ -84,6 +89,55 @@ def test_the_quickstart_learns(launch: Callable):
     assert "eval/accuracy" in command.out.split(f"step {len(steps)}/{len(steps)}")[1], (
         "the closing table"
     )
+
+
+def _check_timeline(folder: Path, out: str) -> None:
+    """Of the only step that was chosen, with all roles; asked of Perfetto where its trace processor is here."""
+    files = {file.name for file in folder.iterdir()}
+    assert files == {"step_4.json.gz", "step_4.rank_0.json.gz"}
+    assert "step_4.json.gz: open it in ui.perfetto.dev" in out
+    if not is_complete():
+        return
+    spans, arrows, problems = ask(folder / "step_4.json.gz", [SPANS, ARROWS, PROBLEMS])
+    (operations,) = ask(folder / "step_4.rank_0.json.gz", ["select name from slice"])
+    assert any("aten::" in operation["name"] for operation in operations)
+    assert problems == []
+    by_role = {
+        role: [span for span in spans if span["process"].startswith(role)]
+        for role in ("controller", "training rank", "engine 0", "engine 0: scheduler")
+    }
+    names = {role: {span["name"] for span in of_role} for role, of_role in by_role.items()}
+    assert {"step 4", "rollout", "train", "reshard"} <= names["controller"]
+    assert {"train", "forward", "backward", "stages exchange", "optimizer"} <= names[
+        "training rank"
+    ]
+    assert {"request", "to the first token", "further tokens"} <= names["engine 0"]
+    assert {"extend", "decode", "exchange", "round 1"} <= names["engine 0: scheduler"]
+    ends = {span["id"]: span["ts"] + span["dur"] for span in spans}
+    begins = {span["id"]: span["ts"] for span in spans}
+    for span in spans:
+        assert span["dur"] >= 0
+        if span["parent"] is not None:
+            assert begins[span["parent"]] <= span["ts"] and ends[span["id"]] <= ends[span["parent"]]
+    phases = {span["name"]: span for span in by_role["controller"]}
+    assert all(phases[name]["parent"] == phases["step 4"]["id"] for name in ("rollout", "train"))
+    # on one node all have the controller's clock
+    samples = [span for span in by_role["engine 0"] if span["name"] in ("request", REWARD)]
+    assert sum(span["name"] == "request" for span in samples) == 128 * 8
+    assert sum(span["name"] == REWARD for span in samples) == 128 * 8
+    for phase, inside in (("rollout", samples), ("train", _named(by_role, "training rank"))):
+        begin = phases[phase]["ts"]
+        end = begin + phases[phase]["dur"]
+        assert all(begin <= span["ts"] and ends[span["id"]] <= end for span in inside)
+    pairs = {(arrow["first"].partition(":")[0], arrow["second"]) for arrow in arrows}
+    assert ("prompt data/train.jsonl", REWARD) in pairs
+    assert all(arrow["left_ts"] <= arrow["came_ts"] for arrow in arrows)
+
+
+def _named(by_role: dict[str, list[dict[str, Any]]], role: str) -> list[dict[str, Any]]:
+    """The passes and updates of a role."""
+    names = ("train", "forward", "backward", "optimizer")
+    return [span for span in by_role[role] if span["name"] in names]
 
 
 def _recipe() -> Path:

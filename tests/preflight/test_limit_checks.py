@@ -121,6 +121,8 @@ def test_every_number_of_the_recipe_has_both_bounds() -> None:
         ("placement.spare_nodes=2", "cpu", "placement.spare_nodes: 2 of a run on this machine alone ("),
         ("placement.hardware=nope", "cpu", "placement.hardware: nope: cannot be read (No such file or directory)"),
         ("placement.hardware=recipes/quickstart.yaml", "cpu", "placement.hardware: recipes/quickstart.yaml:"),
+        ("timeline.steps=[30,31]", "cpu", "timeline.steps: step 31 is not one of the run's 30; name steps"),
+        ("timeline.profile_ranks=[3,4]", "cpu", "timeline.profile_ranks: there is no rank 4 among 4 training ranks"),
         ("run.dir=/proc", "cpu", "run.dir: /proc is not a folder that can be written to; name another folder"),
         ("run.dir=/proc/runs/here", "cpu", "run.dir: /proc is not a folder that can be written to"),
         ("run.dir=/dev/null/x", "cpu", "run.dir: /dev/null is not a folder that can be written to"),

@@ -277,7 +277,9 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
         ]
 
     faults = WorkerFaults(1, (ServiceFaults("judge", retries=2),))
-    workers = SimpleNamespace(reward_results=reward_results, take_faults=lambda: faults)
+    workers = SimpleNamespace(
+        reward_results=reward_results, take_faults=lambda: faults, take_worked_s=lambda: 2.5
+    )
     worker = phased_worker(workers, RewardConfig(function="a:b"))
     sampling, group = Sampling(3, 5, phase_tokens=2), None
     for num_open, tokens in ((2, 2), (1, 4)):
@@ -296,6 +298,7 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
     assert [asked[place] for place in (0, 1, 3)] == [["x"], ["xxx"], ["xxxxx"]], (
         "each response once"
     )
+    assert short.reward_worker_s == 2.5
     assert (short.responses, short.rewards_G.tolist(), short.num_dropped) == (
         ("x", "xxxxx"),
         [1.0, 5.0],

@@ -159,7 +159,9 @@ def worker_of(
         config, model, walks, turn_tokenizer, None, max_prompt_tokens=60
     )
     worker._reward, worker._num_transcripts = RewardConfig(), 9
-    worker._reward_workers = SimpleNamespace(take_faults=WorkerFaults)  # there is no function
+    worker._reward_workers = SimpleNamespace(  # there is no function
+        take_faults=WorkerFaults, take_worked_s=lambda: None
+    )
     worker._runtime = walks
     return (
         worker,

@@ -75,6 +75,10 @@ class Run:
         return [Prompt("", "", (1,) * PROMPT_TOKENS, "")] * count
 
     @property
+    def num_engines(self) -> int:
+        return 1
+
+    @property
     def have_own_gpus(self) -> bool:
         return False
 

@@ -637,9 +637,22 @@ def test_test_sh_fails_where_any_part_does(ready: Sandbox, fails: str) -> None:
         bash_file(ready.repo / ".venv/bin" / tool, body)
     done = ready.test()
     assert done.returncode == 3, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("part: ")]
+    lines = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith("part: ") and "fetch_trace_processor" not in line
+    ]
     run = [[part for part in PARTS if part in line] for line in lines]
     assert sorted(run) == sorted([part] for part in PARTS), "each by one lane alone"
+
+
+def test_test_sh_goes_on_without_perfettos_trace_processor(ready: Sandbox) -> None:
+    for program in PROGRAMS:
+        ready.stand_in(program, "")
+    body = "[[ $1 != scripts/fetch_trace_processor.py ]] || exit 1\n"
+    bash_file(ready.repo / ".venv/bin/python", body)
+    missing = [line for line in run_test_sh(ready) if "trace processor" in line]
+    assert len(missing) == 1 and missing[0].endswith("will be skipped")
 
 
 def test_test_sh_installs_no_slurm_beside_a_clusters_own(ready: Sandbox) -> None:

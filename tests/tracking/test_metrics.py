@@ -33,6 +33,7 @@ from megarl.tracking.metrics import (
     failed_share,
     fault_metrics,
     idle_metrics,
+    idle_shares,
     pick_samples,
     rollout_metrics,
     train_metrics,
@@ -167,6 +168,16 @@ def test_gpus_that_only_train_wait_for_samples_and_those_that_only_sample_for_th
     phases = {"time/rollout_s": 5.0, "time/train_s": 7.0, "time/ahead_s": 1.0, "time/eval_s": 2.0}
     assert idle_metrics(phases, 20.0, 11.0) == {"idle/ranks_s": 8.0, "idle/engines_s": 7.0}
     assert idle_metrics({}, 1.0, 0.0) == {"idle/ranks_s": 0.0, "idle/engines_s": 1.0}
+
+
+def test_each_role_has_the_share_of_the_step_in_which_it_has_nothing_to_do() -> None:
+    phases = {"time/rollout_s": 5.0, "time/train_s": 7.0, "time/eval_s": 2.0}
+    scored = [replace(group("a", [1.0], [2]), reward_worker_s=seconds) for seconds in (1.0, 3.0)]
+    assert idle_shares(phases, 16.0, 4.0, scored, num_engines=2) == {
+        "idle/ranks_share": 7 / 16,
+        "idle/engines_share": 10 / 16,
+        "idle/reward_workers_share": 14 / 16,
+    }
 
 
 def test_failed_reward_results_are_a_share_of_all_samples_dropped_or_not() -> None:

@@ -15,6 +15,7 @@ from megarl.environments.agents.chat_client import AT_ONCE, MOST_BYTES
 from megarl.isolation.child import OUT_OF_MEMORY, too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import Job, ProcessEnd, WorkerProcess, as_line, read_reward_result
+from megarl.timeline import recorder
 from megarl.types.json_objects import CallArguments
 from megarl.types.reward_result import Failure, RewardResult
 
@@ -136,6 +137,8 @@ class AgentWorkers(WorkerPool[AgentProcess]):
         try:
             return await run.result
         finally:
+            if run.began:
+                recorder.add(recorder.TOOLS, "agent", run.began, cause=recorder.cause())
             self._cancel(run)
 
     def _answer(self, run: AgentRun, request: int, outcome: Outcome, content: object) -> None:

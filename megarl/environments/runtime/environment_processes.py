@@ -20,6 +20,7 @@ from megarl.isolation.process import (
     as_line,
     read_reward_result,
 )
+from megarl.timeline import recorder
 from megarl.types import UserError
 from megarl.types.json_objects import CallArguments, JsonObject
 from megarl.types.reward_result import LARGEST_REWARD, RewardResult
@@ -210,7 +211,11 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
         )
         (self._waiting if worker is None else worker.waiting).append(job)
         self._feed()
-        return await job.result
+        result = await job.result
+        if job.began:
+            name = message[2] if message[0] == "call" else message[0]
+            recorder.add(recorder.TOOLS, name, job.began, cause=recorder.cause())
+        return result
 
     def restart(self) -> None:
         """Replace every process; jobs that need its state are Lost."""

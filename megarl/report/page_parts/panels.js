@@ -66,6 +66,7 @@ const STALENESS = [
   ["Rollout buffer", [/^buffer\//]],
 ];
 const SPEED = [
+  ["Idle share of the step", ["idle/ranks_share", "idle/engines_share", "idle/reward_workers_share"]],
   ["Idle seconds", ["idle/ranks_s", "idle/engines_s", "rollout/idle_s", "rollout/tail_s", "rollout/waited_s", "checkpoint/waited_s"]],
   ["Training tokens a second", ["speed/train_tokens_per_s"]],
   ["TFLOPS a GPU, model FLOPs utilisation", ["speed/train_tflops_per_gpu", "speed/train_mfu"]],

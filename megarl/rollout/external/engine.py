@@ -19,6 +19,7 @@ from megarl.rollout.external.client import ServerClient, ServerFault, server_key
 from megarl.rollout.external.server_checks import ServerFacts, WantedServer, fitting_facts
 from megarl.rollout.external.weight_files import WeightFiles
 from megarl.rollout.load_balancing import Capacity, CompletedSample
+from megarl.rollout.request_spans import RequestSpans
 from megarl.rollout.sampling_engine import SamplingEngine
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.group_queue import GroupQueue
@@ -70,6 +71,7 @@ class ExternalEngine(SamplingEngine):
             self._queue = self.thread.make(
                 lambda: GroupQueue(unlimited, 1, settings.context_tokens)
             )
+            self._spans = RequestSpans()
             self._facts = self.thread.submit(self._connected(wait_s)).result()
         except ServerFault as fault:
             self.shutdown()
@@ -238,13 +240,16 @@ class ExternalEngine(SamplingEngine):
             "logprob_start_len": -1,
         }
         most_bytes = _ANSWER_BYTES + _TOKEN_BYTES * parameters["max_new_tokens"]
+        self._spans.begin(name, len(input_ids))
         await self._queue.place(name, len(input_ids))
         try:
             answer = await self._client.object("POST", "/generate", content, most_bytes)
             refuse_odd(answer, parameters["max_new_tokens"], self._wanted.shape.vocab_size)
         except ServerFault as fault:
+            self._spans.finish(name, None)
             self._queue.withdraw(name)
             raise EngineLost(f"{self._name} {fault}") from None
+        self._spans.finish(name, len(answer["output_ids"]))
         self._queue.finish(name, len(answer["output_ids"]))
         return answer
 

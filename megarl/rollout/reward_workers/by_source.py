@@ -80,6 +80,13 @@ class RewardWorkers:
         """The faults of all workers since the last call."""
         return all_faults([pool.take_faults() for pool in self._pools.values()])
 
+    def take_worked_s(self) -> float | None:
+        """For how long the mean worker has worked since the last call; None where there is none."""
+        if not self._pools:
+            return None
+        worked_s = sum(pool.take_worked_s() for pool in self._pools.values())
+        return worked_s / (len(self._pools) * self._reward.workers)
+
     def pids(self) -> list[int]:
         """The worker processes."""
         return [pid for pool in self._pools.values() for pid in pool.pids()]

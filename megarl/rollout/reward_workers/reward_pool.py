@@ -10,6 +10,8 @@ from megarl.isolation.child import too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import ProcessEnd, as_line
 from megarl.rollout.reward_workers.reward_process import Request, RewardProcess, RewardSpec
+from megarl.timeline import recorder
+from megarl.timeline.recorder import REWARDS
 from megarl.types.json_objects import Columns
 from megarl.types.reward_result import LARGEST_REWARD, Failure, RewardResult
 
@@ -23,6 +25,8 @@ class Pool(WorkerPool[RewardProcess]):
         super().__init__(spec.where, spec.function, num_workers, spec.start_s)
         self._spec = spec
         self.slowest_s = 0.0  # of all verdicts so far
+        self._worked_s = 0.0  # by all workers
+        self._worked_told_s = 0.0
 
     async def reward_results(
         self, answer: str, row: Columns, responses: Sequence[str], episodes: Episodes = ()
@@ -44,14 +48,23 @@ class Pool(WorkerPool[RewardProcess]):
                 context=context,
                 response=response,
                 episode=episode,
+                sample=sample,
+                cause=recorder.cause(),
             )
-            for response, episode in zip(
-                responses, episodes or [None] * len(responses), strict=True
+            for sample, (response, episode) in enumerate(
+                zip(responses, episodes or [None] * len(responses), strict=True)
             )
         ]
         self._waiting += requests
         self._feed()
         return await asyncio.gather(*(request.result for request in requests))
+
+    def take_worked_s(self) -> float:
+        """For how long its workers have worked since the last call, added up. May be called in any thread."""
+        worked_s = self._worked_s
+        since_s = worked_s - self._worked_told_s
+        self._worked_told_s = worked_s
+        return since_s
 
     def _new(self) -> RewardProcess:
         return RewardProcess(self._spec)
@@ -87,6 +100,8 @@ class Pool(WorkerPool[RewardProcess]):
                 self._replace(worker, GARBAGE)
                 return
         self._settle(worker.in_flight.pop(number), result)
+        if not worker.in_flight:
+            self._worked_s += self._loop.time() - worker.works_since_s
         if is_last:
             self._replace(worker)
             return
@@ -100,8 +115,12 @@ class Pool(WorkerPool[RewardProcess]):
             self._waiting.popleft()
             if not request.result.done():  # its caller was not cancelled
                 request.began = self._loop.time()
+                if not worker.in_flight:
+                    worker.works_since_s = request.began
                 worker.send(request)
 
     def _settle(self, job: Request, result: RewardResult | Failure) -> None:
         self.slowest_s = max(self.slowest_s, self._loop.time() - job.began)
+        if job.began:
+            recorder.add(REWARDS, self._name, job.began, cause=job.cause, sample=job.sample)
         super()._settle(job, result)

@@ -30,12 +30,15 @@ class RewardSpec:
 class Request(Job):
     """One response that waits for its verdict. context: answer and row, as the worker reads them.
 
-    episode: what it is the end of, see `episode_dict`.
+    episode: what it is the end of, see `episode_dict`. sample: its place among the responses. cause: the span of their
+    group, see `megarl.timeline.recorder`.
     """
 
     context: bytes
     response: str
     episode: Mapping[str, Any] | None
+    sample: int
+    cause: int
 
 
 class RewardProcess(WorkerProcess):
@@ -49,6 +52,8 @@ class RewardProcess(WorkerProcess):
         self._timeout_s = spec.timeout_s
         self.is_async = False
         self.takes_episode = False
+        # while it has anything in flight
+        self.works_since_s = 0.0
         self._context = b""
 
     def send(self, request: Request) -> None:

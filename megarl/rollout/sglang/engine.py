@@ -23,6 +23,8 @@ from megarl.rollout.sampling_engine import SamplingEngine
 from megarl.rollout.sglang.adapter_slot import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.host import EngineError, EngineLost, Host
+from megarl.rollout.sglang.scheduler_spans import METHOD, Order, SchedulerSpans
+from megarl.timeline import recorder
 from megarl.types import Row
 from megarl.types.json_objects import JsonObject
 
@@ -52,6 +54,8 @@ class Engine(SamplingEngine):
         if not settings.load_weights:
             self._stale = "the engine has no weights: none were resharded into it yet"
         self._is_released = False  # whether the weights have no memory
+        self._spans = SchedulerSpans(self._order, self._host.spans_files())
+        recorder.attach(self._spans)
 
     @property
     def version(self) -> int:
@@ -155,6 +159,7 @@ class Engine(SamplingEngine):
 
     def shutdown(self) -> None:
         """End and reap the schedulers, and remove all files; may be called again."""
+        recorder.detach(self._spans)
         self._host.stop()
 
     async def _ask(
@@ -221,6 +226,13 @@ class Engine(SamplingEngine):
         # again, now in the order in which the schedulers get updates and releases
         self._refuse_to_send()
         return await self._sglang_call("send_copy", {"message": json.dumps(message)})
+
+    def _order(self, order: Order) -> str | None:
+        """Have all schedulers begin to record, or end; returns why one could not."""
+        try:
+            return asyncio.run(self._host.run(self._sglang_call(METHOD, {"order": order})))
+        except EngineError as error:
+            return str(error)
 
     async def _sglang_call(self, method: str, parameters: JsonObject) -> str | None:
         """Have all schedulers call one of our own methods; returns an error's text or None."""

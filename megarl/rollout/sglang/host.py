@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.cluster.session_folder import SessionFolder, remove_dead
@@ -113,6 +114,12 @@ class Host:
     def pids(self) -> list[int]:
         """The scheduler processes, by tensor-parallel rank."""
         return [process.pid for process in self._entry.processes if process.pid is not None]
+
+    def spans_files(self) -> dict[str, Path]:
+        """Where the schedulers of this node write what they record, by their names."""
+        first_rank = self._entry.settings.first_rank
+        ranks = range(first_rank, first_rank + len(self._entry.processes))
+        return {f"scheduler {rank}": self._entry.spans_path(rank) for rank in ranks}
 
     @property
     def exchange_still_s(self) -> float:

@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from megarl.cpu import sglang_attention, sglang_patches
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
-from megarl.rollout.sglang import adapter_slot, deterministic
+from megarl.rollout.sglang import adapter_slot, deterministic, scheduler_spans
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.loop_counts import LoopCounter
+from megarl.timeline.recorder import span
 
 
 def set_environment(*, whole_shared: bool = False) -> None:
@@ -71,6 +72,10 @@ class SchedulerEntry:
 
     def log_path(self, tp_rank: int) -> Path:
         return self.directory / f"scheduler-{tp_rank}.log"
+
+    def spans_path(self, tp_rank: int) -> Path:
+        """Where a scheduler writes what it has recorded."""
+        return self.directory / f"spans-{tp_rank}.json"
 
     @property
     def loop_counts_path(self) -> Path:
@@ -128,7 +133,12 @@ class SchedulerEntry:
             rounds = LoopCounter(self.loop_counts_path, tp_rank - self.settings.first_rank)
             if DEVICE == "cuda":
                 _reserve_memory(scheduler, gpu_id, self.settings.reserve_bytes)
-            _patch_scheduler(scheduler, rounds, has_adapter=self.settings.adapter is not None)
+            _patch_scheduler(
+                scheduler,
+                rounds,
+                has_adapter=self.settings.adapter is not None,
+                spans_path=self.spans_path(tp_rank),
+            )
             # Load snapshots for balancers are files in /dev/shm that we do not read and that survive a SIGKILL.
             scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
             # its default lock is a named semaphore, which a SIGKILL leaves
@@ -207,16 +217,18 @@ def _reserve_memory(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
     scheduler.Scheduler = MemoryReservingScheduler
 
 
-def _patch_scheduler(scheduler: Any, rounds: LoopCounter, *, has_adapter: bool) -> None:
+def _patch_scheduler(
+    scheduler: Any, rounds: LoopCounter, *, has_adapter: bool, spans_path: Path
+) -> None:
     """Replace SGLang's scheduler class.
 
     Each attention DP group gets its own seed: with SGLang's single one all would draw the same samples of a prompt. The
     ranks of a group share the seed, because each of them samples the group's tokens. The process exits on an exception:
     SGLang would send SIGQUIT to the parent, which would kill the actor silently. The rounds of the event loop are
     counted: SGLang's watchdog counts only forward passes, and sends SIGQUIT. Calls of methods (RPC) are the copies of
-    weights to new engines, which all ranks send in the same round, and the unmapping of training ranks' weights. The
-    answer is one that goes to the tokenizer manager, as the leader of every attention group sends it: the socket of
-    SGLang's own answer is only for one.
+    weights to new engines, which all ranks send in the same round, the unmapping of training ranks' weights, and the
+    recording of what the schedulers do. The answer is one that goes to the tokenizer manager, as the leader of every
+    attention group sends it: the socket of SGLang's own answer is only for one.
     """
     from sglang.srt.managers.io_struct import SendWeightsToRemoteInstanceReqOutput
     from sglang.srt.runtime_context import get_parallel
@@ -244,16 +256,31 @@ def _patch_scheduler(scheduler: Any, rounds: LoopCounter, *, has_adapter: bool) 
             rounds.count()
             return super().ingest_requests(*args, **kwargs)
 
+        def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            with span(batch.forward_mode.name.lower(), requests=len(batch.reqs)):
+                return super().run_batch(batch, *args, **kwargs)
+
+        def process_batch_result(self, batch: Any, result: Any) -> None:
+            with span("take results", requests=len(batch.reqs)):
+                super().process_batch_result(batch, result)
+            scheduler_spans.note_first_tokens(batch)
+
         def handle_rpc_request(self, recv_req: Any) -> SendWeightsToRemoteInstanceReqOutput:
             with rounds.exempt():
-                if recv_req.method == "forget_ranks":
-                    failure = _forget_ranks()
-                else:
-                    failure = _send_copy(self, recv_req.parameters["message"])
-                reasons = _reasons(failure)
+                reasons = _reasons(_answered(self, recv_req, spans_path))
             return SendWeightsToRemoteInstanceReqOutput(success=not reasons, message=reasons)
 
     scheduler.Scheduler = PatchedScheduler
+
+
+def _answered(scheduler: Any, call: Any, spans_path: Path) -> str:
+    """Do what a call of a method asks for; why that failed, else ""."""
+    if call.method == "forget_ranks":
+        return _forget_ranks()
+    if call.method == scheduler_spans.METHOD:
+        scheduler_spans.obey(call.parameters["order"], spans_path)
+        return ""
+    return _send_copy(scheduler, call.parameters["message"])
 
 
 def _send_copy(scheduler: Any, content: str) -> str:

@@ -21,6 +21,7 @@ import zmq
 from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
 from megarl.rollout.load_balancing import Capacity
+from megarl.rollout.request_spans import RequestSpans
 from megarl.rollout.sglang.group_queue import GroupQueue
 from megarl.rollout.sglang.scheduler import (
     SchedulerEntry,
@@ -61,6 +62,7 @@ class Tokenizer(TokenizerManager):
 
     on_failure: Callable[[BaseException], None]
     queue: GroupQueue
+    spans: RequestSpans
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         super().init_ipc_channels(port_args)
@@ -98,10 +100,12 @@ class Tokenizer(TokenizerManager):
     ) -> None:
         try:
             for request in requests:
+                self.spans.begin(request.rid, len(request.input_ids))
                 await self.queue.place(request.rid, len(request.input_ids))
             await send()
         except BaseException:
             for request in requests:
+                self.spans.finish(request.rid, None)
                 self.queue.withdraw(request.rid)
             raise
 
@@ -118,10 +122,12 @@ class Tokenizer(TokenizerManager):
         )
         for request, reason, response_tokens in ended:
             if reason is not None:
+                self.spans.finish(request, response_tokens)
                 self.queue.finish(request, response_tokens)
 
     def _handle_abort_req(self, recv_obj: Any) -> None:
         super()._handle_abort_req(recv_obj)
+        self.spans.finish(recv_obj.rid, None)
         self.queue.withdraw(recv_obj.rid)
 
     async def handle_loop(self) -> None:
@@ -160,6 +166,7 @@ class SglangEngine(sglang_engine.Engine):
             # it would send SIGQUIT to this process
             self.tokenizer_manager._subprocess_watchdog.stop()
             self.tokenizer_manager.queue = self._group_queue()
+            self.tokenizer_manager.spans = RequestSpans()
 
     @property
     def group_capacity(self) -> Capacity:

@@ -24,6 +24,7 @@ from megarl.resharding.peer_copy import TARGET, CopyMember, PeerCopy
 from megarl.resharding.session import Session
 from megarl.resharding.shards import first_of
 from megarl.resharding.verify import VerifyError, VerifyMode
+from megarl.timeline.recorder import spanned
 from megarl.types.tensors import ModelChunks
 
 _exchanges: dict[str, Exchanges] = {}  # of this process, by run id
@@ -143,6 +144,7 @@ def _error_of_reading(
     return None
 
 
+@spanned("derived weights")
 def _finish(whole: torch.nn.Module, models: ModelChunks, verify: VerifyMode) -> None:
     """Write what the engine derives from its weights. whole: of all its models."""
     engine_model.write_constants(whole)

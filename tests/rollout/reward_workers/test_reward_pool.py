@@ -46,6 +46,30 @@ def words(found: list[RewardResult | Failure]) -> list[str]:
     return [result.words if isinstance(result, Failure) else "reward_result" for result in found]
 
 
+@pytest.mark.parametrize("definition", ["def", "async def"])
+def test_the_time_in_which_workers_work_is_counted_once(
+    module: Callable[[str], str], definition: str
+) -> None:
+    """The mean of two workers; four calls that one of them has in flight together take the time of one call."""
+    sleep = "await asyncio.sleep(0.3)" if "async" in definition else "time.sleep(0.3)"
+    name = module(
+        f"import asyncio, time\n{definition} score(response, answer, row):\n    {sleep}\n    return 1.0"
+    )
+    workers = RewardWorkers(RewardConfig(function=name, workers=2), 60.0)
+    try:
+        began = time.monotonic()
+        workers.wait_for_rewards("", {}, ["a", "b", "c", "d"])
+        took_s = time.monotonic() - began
+        worked_s = workers.take_worked_s()
+        assert worked_s is not None
+        least_s = 0.15 if "async" in definition else 0.6
+        most_s = took_s / 2 if "async" in definition else took_s
+        assert 0.95 * least_s <= worked_s <= most_s
+        assert workers.take_worked_s() == 0.0
+    finally:
+        workers.shutdown()
+
+
 @pytest.mark.parametrize(
     ("response", "failure"),
     [

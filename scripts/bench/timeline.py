@@ -1,0 +1,102 @@
+"""What recording a timeline costs: the time of a span, and of the check where nothing is recorded; shares of a step.
+
+Given timelines of runs (`runs/NAME/timeline/step_N.json.gz`), it counts the spans that each process recorded in its
+step, and tells which share of the step their recording takes in the busiest process: scripts/bench/timeline.py FILES
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megarl.timeline import recorder
+
+_REPEATS = 5
+_CALLS = 20_000
+
+
+def thread_span() -> None:
+    with recorder.span("forward", tokens=4096):
+        pass
+
+
+def concurrent_span() -> None:
+    with recorder.concurrent("groups", "prompt 7"):
+        pass
+
+
+def added_span() -> None:
+    recorder.add("rewards", "score", 1.0, cause=3, sample=1)
+
+
+def counter_level() -> None:
+    recorder.level("requests", 7)
+
+
+KINDS = (thread_span, concurrent_span, added_span, counter_level)
+
+
+def seconds_of(function: Callable[[], None]) -> float:
+    """Of one call: the quickest of some repetitions, because other processes can only slow it down."""
+    best = float("inf")
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        for _ in range(_CALLS):
+            function()
+        best = min(best, (time.perf_counter() - began) / _CALLS)
+    return best
+
+
+def spans_in(file: Path) -> tuple[dict[str, int], float]:
+    """(spans by process, seconds of the step). The halves of a request are no spans of their own."""
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
+    halves = ("to the first token", "further tokens")
+    spans = [event for event in events if event["ph"] == "X" and event["name"] not in halves]
+    # rewards and tools are recorded by the engine's own process
+    counts = Counter(names[span["pid"]].partition(":")[0] for span in spans if _is_own(span, names))
+    counts += Counter(names[span["pid"]] for span in spans if not _is_own(span, names))
+    (step,) = [event for event in spans if event["name"].startswith("step ")]
+    return dict(counts), step["dur"] / 1e6
+
+
+def _is_own(span: dict[str, int], names: dict[int, str]) -> bool:
+    """Whether a span was not recorded by a scheduler, a process of its own."""
+    return ": scheduler" not in names[span["pid"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path)
+    files = parser.parse_args().files
+    dearest_s = 0.0
+    print("| call | not recording, us | recording, us |\n|---|---|---|")
+    for kind in KINDS:
+        off_s = seconds_of(kind)
+        recorder.begin()
+        on_s = seconds_of(kind)
+        recorder.end()
+        dearest_s = max(dearest_s, on_s)
+        print(f"| {kind.__name__} | {1e6 * off_s:.2f} | {1e6 * on_s:.2f} |")
+    for file in files:
+        counts, step_s = spans_in(file)
+        name, most = max(counts.items(), key=lambda item: item[1])
+        share = most * dearest_s / step_s
+        print(
+            f"{file}: {sum(counts.values())} spans in a step of {step_s:.2f} s, most of them ({most}) of {name}: "
+            f"their recording takes {share:.3%} of the step"
+        )
+
+
+if __name__ == "__main__":
+    main()
