@@ -15,7 +15,8 @@ import ray.exceptions
 
 from megarl.cluster import processes
 from megarl.cluster.actor import SHARES, Ref, Worker, failure
-from megarl.cluster.calls import Calls, OnLoss, WorkerFailed
+from megarl.cluster.calls import Calls, OnLoss
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.local_ray import start_ray
 from megarl.cluster.node_faults import NodeFaults, hardware_error
 from megarl.cluster.node_slots import NodesLost, NodeSlots, ReservedNode

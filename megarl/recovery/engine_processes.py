@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from megarl.cluster.actor import Ref, Worker, failure, is_loss
-from megarl.cluster.calls import WorkerFailed, reported
+from megarl.cluster.failures import WorkerFailed, reported
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.device import address_of, host_store

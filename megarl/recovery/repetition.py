@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from megarl.cluster.actor import Worker
-from megarl.cluster.calls import ResultsLost, WorkerFailed
+from megarl.cluster.failures import ResultsLost, WorkerFailed
 from megarl.printable import Say
 from megarl.recovery.rank_processes import RankLoss, RankProcesses
 from megarl.recovery.restarts import Restarts

@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.cluster.actor import Pulses, Ref, Worker, answers, at_arrival, ray_nodes
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.actor import Ref, Worker, answers, at_arrival, ray_nodes
+from megarl.cluster.failures import WorkerFailed
+from megarl.cluster.pulses import Pulses
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.stillness import GroupStillness
 from megarl.config import PlacementConfig
@@ -542,7 +543,7 @@ _DIES = """
 import os, signal, sys
 from megarl.cluster.processes import raise_on_sigterm
 raise_on_sigterm()
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 with Cluster(2) as cluster:
     workers = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
@@ -586,7 +587,7 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(
 _ONE_SESSION = """
 import os, signal, sys
 import psutil
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.supervisor import supervised
 
