@@ -8,6 +8,7 @@ CORE = [
     "ray>=2.50",  # places processes on GPUs and calls them
     "transformers==5.12.1",  # tokenizers and chat templates; SGLang's version
     "psutil>=6",  # finds the processes that a run must not leave behind; Megatron hangs without it
+    "py-spy>=0.4",  # reads the stacks of a run's processes where a phase does not end
     "pyarrow>=18",  # JSONL and parquet
     "pydantic>=2.10",  # the recipe's types, and errors that name the key
     "PyYAML>=6",  # the recipe's file, with line numbers

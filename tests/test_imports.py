@@ -62,6 +62,7 @@ DOORS = {  # library -> the only places that import it
         "megarl.cluster.calls",
         "megarl.cluster.failures",
         "megarl.cluster.fetching",
+        "megarl.cluster.hang_evidence",
         "megarl.cluster.local_ray",
         "megarl.cluster.node_slots",
         "megarl.cluster.pulses",

@@ -21,14 +21,17 @@ import ray.exceptions
 from ray.experimental.locations import get_local_object_locations
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.cluster.call_log import CallLog
 from megarl.cluster.processes import RayletWatch
 from megarl.cluster.stillness import Stillness, threads, work_of
 from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_errors
 from megarl.collector import collector_paused
 from megarl.device import use_network, use_sglang_nccl_settings
+from megarl.diagnosis.stacks import answer_with_stacks, look_packed
 from megarl.disk import has_open_calls
 from megarl.types import ProcessLost, SilentFault, UserError
+from megarl.types.conditions import WorkerCondition
 from megarl.types.remote import RemoteCall
 
 Ref = ray.ObjectRef
@@ -101,6 +104,7 @@ class _Shell:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._target: Any = None
         self._is_made = asyncio.Event()
+        self._log = CallLog()
         # calls that the thread has not ended
         self._num_open = 0
         self._stillness = Stillness()
@@ -112,6 +116,7 @@ class _Shell:
 
     async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
         self._spared_threads = threads()
+        answer_with_stacks()
         if ray.util.get_node_ip_address() != host:
             self._raylet_watch = RayletWatch(os.getppid())
         use_network(host)
@@ -119,7 +124,7 @@ class _Shell:
         _enter(folder)
         await self._on_thread(_check_device)
         cls = await self._on_thread(_imported, target)
-        with _errors_for_ray():
+        with _errors_for_ray(), self._log.open("start"):
             self._target = await self._on_thread(cls, *args)
         self._is_made.set()
         return os.getpid()
@@ -136,7 +141,7 @@ class _Shell:
         await self._is_made.wait()
         function = getattr(self._target, method)
         arguments = _resolved(args)
-        with _errors_for_ray():
+        with _errors_for_ray(), self._log.open(method):
             if asyncio.iscoroutinefunction(function):
                 return await function(*arguments)
             return await self._on_thread(function, *arguments)
@@ -162,6 +167,12 @@ class _Shell:
     async def pulse(self) -> Pulse:
         # on the event loop, so that it answers while the thread is busy
         return Pulse(os.getpid(), self._is_made.is_set(), self._still_s())
+
+    async def condition(self) -> WorkerCondition:
+        return await self._log.condition(self._target)
+
+    async def look(self, pids: Mapping[int, str]) -> bytes:
+        return await asyncio.to_thread(look_packed, pids)
 
     def _still_s(self) -> float:
         """For how long a call has stood still; 0 while it starts, or waits for a disk, which is the disk's matter.
@@ -252,6 +263,14 @@ class Worker:
         It comes at once even when the process is busy.
         """
         return self._actor.pulse.remote()
+
+    def condition(self) -> Ref:
+        """The `WorkerCondition` of the process, also while it is busy."""
+        return self._actor.condition.remote()
+
+    def look(self, pids: Mapping[int, str]) -> Ref:
+        """`diagnosis.stacks.look_packed` on the process's node, also while the process is busy."""
+        return self._actor.look.remote(pids)
 
     @property
     def peer(self) -> Peer:

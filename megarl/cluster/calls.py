@@ -54,6 +54,10 @@ class Calls:
         self._causes: dict[str, Exception] = {}  # why owners have ended workers, by their names
         self._servers: processes.RayServers | None = None
         self._background: Background | None = None
+        # what is waited for now; another thread reads it
+        self._awaited: Sequence[Mapping[Ref, str]] = ()
+        # called before the run ends because a process of it hangs
+        self._before_hang: Callable[[str], None] = lambda _: None
         self.host = LOOPBACK
 
     def _is_here(self, worker: Worker) -> bool:
@@ -122,6 +126,7 @@ class Calls:
         watched = self._workers if among is None else among
         background = self._background if among is None else None
         of_background = background.labels() if background else {}
+        self._awaited = (labels, of_background)
         watches = {ref: worker for worker in watched for ref in worker.watch_refs}
         names = {ref: worker.name for ref, worker in watches.items()}
         done = self._ended([*labels, *of_background, *watches], watched)
@@ -186,6 +191,7 @@ class Calls:
                     self._lose(worker, WorkerFailed(problem, problem, worker.name))
             elif worker in self._workers and self._pulses.silence_s(worker) >= self._timeout_s:
                 silence = self._silence_of(worker, self._pulses)
+                self._before_hang(silence)
                 raise WorkerFailed(silence, silence, worker.name)
 
     def _judge_stillness(self, labels: Mapping[Ref, str], watched: Sequence[Worker]) -> None:
@@ -208,6 +214,7 @@ class Calls:
             f"{still_s[worker]:.0f} s{others}"
         )
         failure = WorkerFailed(problem, problem, worker.name)
+        self._before_hang(problem)
         if worker not in self._owners:
             raise failure
         self._lose(worker, failure)
