@@ -8,7 +8,6 @@ CORE = [
     "ray>=2.50",  # places processes on GPUs and calls them
     "transformers==5.12.1",  # tokenizers and chat templates; SGLang's version
     "psutil>=6",  # finds the processes that a run must not leave behind; Megatron hangs without it
-    "py-spy>=0.4",  # reads the stacks of a run's processes where a phase does not end
     "pyarrow>=18",  # JSONL and parquet
     "pydantic>=2.10",  # the recipe's types, and errors that name the key
     "PyYAML>=6",  # the recipe's file, with line numbers
@@ -24,6 +23,7 @@ EXTRAS = {
     "gpu": ["sglang==0.5.21", "transformer-engine[core_cu13,pytorch]==2.14.1"],
     # its plotly.min.js draws the charts of a run's page, into which it is copied
     "report": ["plotly>=6"],
+    "hangs": ["py-spy>=0.4"],  # reads the stacks of a run's processes where a phase does not end
     "search": ["bm25s>=0.3.16"],  # BM25 in megarl.environments.search; needs numpy alone
     "trackers": ["tensorboard>=2.18", "wandb>=0.28.2", "mlflow-skinny>=3.17"],
     "dev": [

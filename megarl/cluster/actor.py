@@ -28,10 +28,12 @@ from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_errors
 from megarl.collector import collector_paused
 from megarl.device import use_network, use_sglang_nccl_settings
+from megarl.diagnosis.memory import is_out_of_memory, memory_use
 from megarl.diagnosis.stacks import answer_with_stacks, look_packed
 from megarl.disk import has_open_calls
 from megarl.types import ProcessLost, SilentFault, UserError
 from megarl.types.conditions import WorkerCondition
+from megarl.types.memory_use import OutOfMemory
 from megarl.types.remote import RemoteCall
 
 Ref = ray.ObjectRef
@@ -39,7 +41,6 @@ SHARES = 4  # actors that share a GPU slot
 _ERROR_LETTERS = 20_000
 # RAY_max_direct_call_object_size: a smaller result comes with the answer to its call
 _DIRECT_BYTES = 100 * 1024
-_NO_THREAD = "can't start new thread"  # CPython's words
 # for an error of another node, which may be cut off: nobody looks at the workers meanwhile
 _FETCH_S = 3.0
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
@@ -365,13 +366,13 @@ def is_loss(error: Exception) -> bool:
 def _errors_for_ray() -> Iterator[None]:
     """Shorten an exception, with those that it comes from: Ray leaves a large one on its node, unseen by `ray.wait`.
 
-    A `ProcessLost` stays one. What Python raises for want of memory becomes one: the process is of no more use.
+    A `ProcessLost` stays one. What is raised for want of memory becomes one: the process is of no more use.
     """
     try:
         yield
     except Exception as error:
-        if _is_out_of_memory(error):
-            raise ProcessLost(f"{type(error).__name__}: {error}") from None
+        if is_out_of_memory(error):
+            raise OutOfMemory(type(error).__name__, memory_use(error)) from None
         if len("".join(traceback.format_exception(error))) <= _ERROR_LETTERS:
             raise
         text = str(error)
@@ -380,13 +381,6 @@ def _errors_for_ray() -> Iterator[None]:
         half = _ERROR_LETTERS // 2
         kind = ProcessLost if isinstance(error, ProcessLost) else RuntimeError
         raise kind(f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}") from None
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether Python itself has raised it for want of memory. A MemoryError of megarl's has a text, and is none."""
-    if isinstance(error, MemoryError):
-        return not error.args
-    return isinstance(error, RuntimeError) and str(error) == _NO_THREAD
 
 
 def _check_device() -> None:

@@ -7,6 +7,7 @@ import ray.exceptions
 
 from megarl.cluster.fetching import is_of_lost_result
 from megarl.types import Silence, SilentFault, UserError
+from megarl.types.memory_use import MemoryUse, OutOfMemory
 
 OTHER = 3  # the severity of an error that tells least
 
@@ -14,11 +15,14 @@ OTHER = 3  # the severity of an error that tells least
 class WorkerFailed(Exception):
     """A worker died or raised; the message names the worker and the cause, `evidence` is its traceback.
 
-    worker: its name; "" where no single worker has failed.
+    worker: its name; "" where no single worker has failed. memory: what it held, where it ran out of memory.
     """
 
-    def __init__(self, message: str, evidence: str, worker: str = "") -> None:
+    def __init__(
+        self, message: str, evidence: str, worker: str = "", memory: MemoryUse | None = None
+    ) -> None:
         super().__init__(message, evidence, worker)
+        self.memory = memory
         self.message = message
         self.evidence = evidence
         self.worker = worker
@@ -53,5 +57,7 @@ def reported(name: str, cause: Exception) -> Exception:
         problem = f"{name}: what another process had made for it is lost with its node"
         return ResultsLost(problem, str(cause), name)
     raised = getattr(cause, "cause", cause)
+    if isinstance(raised, OutOfMemory):
+        return WorkerFailed(f"{name}: {raised}", str(cause), name, raised.use)
     last_line = str(raised).strip().splitlines()[-1:] or [""]
     return WorkerFailed(f"{name}: {type(raised).__name__}: {last_line[0]}", str(cause), name)

@@ -35,6 +35,7 @@ class PhaseClock:
         self._first_s = first_s
         self._longest_s: dict[str, float] = {}
         self.current: Phase | None = None
+        self.failed: Phase | None = None  # the last one, where it has ended by an error
 
     @contextmanager
     def phase(self, step: int, name: str) -> Iterator[None]:
@@ -42,8 +43,13 @@ class PhaseClock:
         outer = self.current
         begun = Phase(step, name, time.monotonic())
         self.current = begun
+        self.failed = None
         try:
             yield
+        except BaseException:
+            self.failed = begun
+            raise
+        else:
             seconds = time.monotonic() - begun.began_s
             self._longest_s[name] = max(seconds, self._longest_s.get(name, 0.0))
         finally:

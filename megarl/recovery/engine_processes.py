@@ -249,7 +249,9 @@ class EngineProcesses:
         if self._restarts.admit(engine.slot):
             return None
         problem = f"{cause}; it was lost more than {self._recipe.run.restarts} times (run.restarts)"
-        return WorkerFailed(problem, getattr(cause, "evidence", str(cause)), engine.worker.name)
+        evidence = getattr(cause, "evidence", str(cause))
+        memory = getattr(cause, "memory", None)
+        return WorkerFailed(problem, evidence, engine.worker.name, memory)
 
     def _discard(self, engine: EngineProcess) -> None:
         """End what is left of an engine's processes."""

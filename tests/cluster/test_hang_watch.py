@@ -201,7 +201,6 @@ def test_a_page_is_written_before_a_silence_ends_the_run(
     workers, pids = engines
     monkeypatch.setattr(cluster, "_before_hang", watched.watch.before_end)
     monkeypatch.setattr(cluster, "_timeout_s", BOUND_S)
-    monkeypatch.setattr(cluster, "_pulses", Pulses(BOUND_S))
     calls = {worker.call("wait_for", Path("never")): worker.name for worker in workers}
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(WorkerFailed, match="has not answered"):

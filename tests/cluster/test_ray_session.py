@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -106,7 +107,17 @@ class Target:
         raise RuntimeError(_words_of_a_thread_without_memory())
 
     def fail_without_memory(self) -> None:
-        raise MemoryError
+        """A tensor for which the process gets no memory."""
+        import torch
+
+        torch.ones(1)
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))
+        try:
+            torch.empty(2**33, dtype=torch.uint8)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
 
     def hang(self) -> None:
         time.sleep(600)
@@ -396,7 +407,11 @@ def test_a_process_that_gets_no_more_memory_is_lost(
     cluster: Cluster, workers: list[Worker], method: str
 ):
     (lost,) = cluster.outcomes({workers[0].call(method): workers[0].name})
-    assert isinstance(lost, WorkerFailed) and "ProcessLost" in str(lost)
+    assert isinstance(lost, WorkerFailed)
+    assert str(lost) == f"{workers[0].name}: out of memory (RuntimeError)"
+    assert lost.memory and lost.memory.bytes_by_name["resident set"] > 2**20
+    cause = "can't start new thread" if method == "fail_without_thread" else "8589934592 bytes"
+    assert cause in str(lost.memory)
 
 
 def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):
