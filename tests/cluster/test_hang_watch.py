@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from megarl.cluster.hang_watch import HangWatch
 from megarl.cluster.pulses import Pulses
 from megarl.cluster.ray_session import Cluster
 from megarl.diagnosis.phases import PhaseClock
+from tests.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +41,56 @@ def cluster() -> Iterator[Cluster]:
         with patch.object(local_ray, "_OBJECT_STORE_BYTES", STORE_BYTES), Cluster(2) as session:
             monkeypatch.setattr(session, "_pulses", Pulses(BOUND_S))
             yield session
+
+
+# A run on two nodes, whose second raylet is stopped while both ranks are waited for.
+_TWO_NODES = """
+import os, signal, sys
+from pathlib import Path
+import psutil
+from megarl.cluster.failures import WorkerFailed
+from megarl.cluster.ray_session import Cluster
+from megarl.diagnosis.phases import PhaseClock
+
+def tell(*words):
+    print("run:", *words, flush=True)
+
+clock = PhaseClock(1.0, 600.0)
+session = Cluster(2, node_gpus=1, say=tell)
+session.watch_phases(clock, Path(sys.argv[1]))
+with session as cluster:
+    ranks = [cluster.worker(f"training rank {rank}", rank) for rank in range(2)]
+    started = {worker.start("tests.cluster.idle:Idle", 0): worker.name for worker in ranks}
+    pids = cluster.gather(started)
+    os.kill(psutil.Process(pids[1]).ppid(), signal.SIGSTOP)
+    try:
+        with clock.phase(1, "train"):
+            cluster.gather({worker.call("hang"): worker.name for worker in ranks})
+    except WorkerFailed as failed:
+        tell(failed)
+"""
+
+
+@pytest.mark.nightly
+def test_a_raylet_of_another_node_that_does_not_answer_is_named(tmp_path: Path):
+    """It is stopped; a worker there ends it with its node after some seconds, and the page comes first."""
+    with (
+        tempfile.TemporaryDirectory(prefix="n-", dir="/tmp") as disk,
+        RayNodes(tmp_path, Path(disk), gpus=1) as nodes,
+    ):
+        nodes.start("127.0.0.2", "127.0.0.3")
+        environment = nodes.environment() | {"RAY_ADDRESS": nodes.address}
+        command = [sys.executable, "-c", _TWO_NODES, str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    page = (tmp_path / "hangs" / "step_1_train.txt").read_text()
+    first, _, rest = page.partition("\n")
+    assert re.fullmatch(
+        r"Ray's raylet on node 127\.0\.0\.3 \(pid \d+\): a signal has stopped the process .*", first
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("run: ")]
+    assert lines[0].startswith(f"run: HANG: {first}; the rest is in "), done.stderr
+    assert lines[1].startswith("run: training rank 1: its process died")
+    assert rest.count("Idle.hang (tests/cluster/idle.py:") == 2, "the stacks of both nodes"
 
 
 @dataclass
