@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from megarl.diagnosis.collectives import Collective, absence, collective_of
 from megarl.diagnosis.evidence import (
     RAYLET,
+    SCHEDULER,
     Evidence,
     Frame,
     NodeEvidence,
@@ -132,6 +133,8 @@ def described(job: RunningJob) -> str:
 
 def _silent_worker(evidence: Evidence) -> str:
     for worker in evidence.awaited:
+        if worker.condition is None and worker.pid is None:
+            return f"{worker.name} has never answered yet: its process is still being started"
         if worker.condition is None:
             return f"{worker.name} does not answer; {_doing(worker, evidence)}"
     return ""
@@ -145,7 +148,7 @@ def _still_engine(evidence: Evidence) -> str:
         schedulers = [
             process
             for process in evidence.processes
-            if process.worker == worker.name and "scheduler" in process.title
+            if process.worker == worker.name and process.title == SCHEDULER
         ]
         if schedulers and all(process.is_still for process in schedulers):
             load = worker.condition.load

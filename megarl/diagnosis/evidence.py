@@ -12,6 +12,7 @@ from megarl.types.conditions import WorkerCondition
 _STILL_SHARE = 0.03  # of a processor: a process that uses less stands still
 STOPPED = "T"  # Linux's state of a process that a signal has stopped
 RAYLET = "raylet"  # the name of Ray's process on each node, and of its evidence
+SCHEDULER = "scheduler"  # the title of an engine's SGLang processes
 _FULL = 0.9  # of an object store
 
 

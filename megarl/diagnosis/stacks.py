@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.diagnosis.evidence import RAYLET, Frame, ProcessEvidence, ThreadStack
+from megarl.diagnosis.evidence import RAYLET, SCHEDULER, Frame, ProcessEvidence, ThreadStack
 
 _SIGNAL = signal.SIGRTMIN + 11
 _FILE_NAME = "megarl-stacks"  # of memory that only this process and /proc have a name for
@@ -41,6 +41,7 @@ _MOST_FRAMES = 40
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _SERVERS = (RAYLET, "gcs_server")
+_SCHEDULER_FILE = "rollout/sglang/scheduler.py"  # on the stack of every scheduler of an engine
 _answers: list[int] = []  # the descriptor, once there is one
 
 
@@ -146,6 +147,12 @@ def _title(process: psutil.Process) -> str:
     return Path(command[0].split()[0]).name if command and command[0].split() else process.name()
 
 
+def _title_by_stacks(title: str, threads: Sequence[ThreadStack]) -> str:
+    """That of a fork, which has the command of the process that was forked."""
+    files = {frame.file for thread in threads for frame in thread.frames}
+    return SCHEDULER if any(file.endswith(_SCHEDULER_FILE) for file in files) else title
+
+
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
@@ -162,7 +169,7 @@ def _evidence(
         cpu_share = (_cpu_s(looked_at.process) - looked_at.cpu_s) / seconds
     return ProcessEvidence(
         pid=looked_at.process.pid,
-        title=looked_at.title,
+        title=_title_by_stacks(looked_at.title, threads),
         worker=looked_at.worker,
         is_own=looked_at.is_own,
         state=state,

@@ -110,9 +110,9 @@ PLANTED = {
     "a stopped scheduler": (
         evidence(
             [worker("engine 0", calls=IN_ENGINE)],
-            [process("engine 0"), process("engine 0", state="T", title="sglang::scheduler_TP0")],
+            [process("engine 0"), process("engine 0", state="T", title="scheduler")],
         ),
-        "sglang::scheduler_TP0 of engine 0 (pid 70): a signal has stopped the process (SIGSTOP or Ctrl-Z)",
+        "scheduler of engine 0 (pid 70): a signal has stopped the process (SIGSTOP or Ctrl-Z)",
     ),
     "a rank that has returned": (
         evidence(
@@ -152,12 +152,16 @@ PLANTED = {
         evidence([worker("engine 0", answers=False)], [process("engine 0", at_work())]),
         "engine 0 does not answer; engine 0 at forward (megarl/parallel/model.py:7), without a processor",
     ),
+    "an actor that has not begun": (
+        evidence([WorkerEvidence("engine 0", "10.0.0.1", None, True, None)]),
+        "engine 0 has never answered yet: its process is still being started",
+    ),
     "schedulers that stand still": (
         evidence(
             [worker("engine 1", calls=IN_ENGINE, load=WorkLoad(8, 2))],
-            [process("engine 1"), process("engine 1", at_work("recv"), title="sglang::scheduler_TP0")],
+            [process("engine 1"), process("engine 1", at_work("recv"), title="scheduler")],
         ),
-        "engine 1: 8 requests are with its schedulers, which use no processor; sglang::scheduler_TP0 (pid 70) is at "
+        "engine 1: 8 requests are with its schedulers, which use no processor; scheduler (pid 70) is at "
         "recv (megarl/parallel/model.py:7), without a processor",
     ),
     "the last of all": (
