@@ -23,6 +23,7 @@ EXTRAS = {
     "gpu": ["sglang==0.5.21", "transformer-engine[core_cu13,pytorch]==2.14.1"],
     # its plotly.min.js draws the charts of a run's page, into which it is copied
     "report": ["plotly>=6"],
+    "hangs": ["py-spy>=0.4"],  # reads the stacks of a run's processes where a phase does not end
     "search": ["bm25s>=0.3.16"],  # BM25 in megarl.environments.search; needs numpy alone
     "trackers": ["tensorboard>=2.18", "wandb>=0.28.2", "mlflow-skinny>=3.17"],
     "dev": [

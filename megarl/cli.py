@@ -19,7 +19,7 @@ from typing import Annotated
 
 from typer import Argument, Option, Typer
 
-from megarl.cluster.processes import note_sigusr1, raise_on_sigterm
+from megarl.cluster.processes import note_sigusr1, note_sigusr2, raise_on_sigterm
 from megarl.cluster.supervisor import in_child, let_be_supervised
 from megarl.commands import launching
 from megarl.commands.completion import complete_key, complete_override
@@ -98,6 +98,7 @@ def train(
         run = partial(launching.train_from, samples=from_samples, resume=resume)
     else:
         note_sigusr1()
+        note_sigusr2()
         run = partial(launching.train, resume=resume)
     sys.exit(run_recipe_with_ray(recipe, overrides, run))
 

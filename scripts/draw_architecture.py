@@ -51,6 +51,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "algos": "advantages and losses",
         "config": "the recipe tree",
+        "diagnosis": "why a run hangs",
         "disk": "faults of a disk",
         "isolation": "worker processes, the sandbox",
         "model": "family, config.json, tokenizer",

@@ -61,9 +61,12 @@ DOORS = {  # library -> the only places that import it
         "megarl.cluster.ray_session",
         "megarl.cluster.actor",
         "megarl.cluster.calls",
+        "megarl.cluster.failures",
         "megarl.cluster.fetching",
+        "megarl.cluster.hang_evidence",
         "megarl.cluster.local_ray",
         "megarl.cluster.node_slots",
+        "megarl.cluster.pulses",
     },
     "sglang": {
         "megarl.rollout.sglang",

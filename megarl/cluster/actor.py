@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import math
 import os
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,16 +21,20 @@ import ray.exceptions
 from ray.experimental.locations import get_local_object_locations
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.deadline import Deadline
+from megarl.cluster.call_log import CallLog
 from megarl.cluster.processes import RayletWatch
 from megarl.cluster.stillness import Stillness, threads, work_of
 from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_errors
 from megarl.collector import collector_paused
 from megarl.device import use_network, use_sglang_nccl_settings
+from megarl.diagnosis.memory import is_out_of_memory, memory_use
+from megarl.diagnosis.stacks import answer_with_stacks, look_packed
 from megarl.disk import has_open_calls
 from megarl.timeline import recorder
 from megarl.types import ProcessLost, SilentFault, UserError
+from megarl.types.conditions import WorkerCondition
+from megarl.types.memory_use import OutOfMemory
 from megarl.types.remote import RemoteCall
 
 Ref = ray.ObjectRef
@@ -40,15 +42,10 @@ SHARES = 4  # actors that share a GPU slot
 _ERROR_LETTERS = 20_000
 # RAY_max_direct_call_object_size: a smaller result comes with the answer to its call
 _DIRECT_BYTES = 100 * 1024
-_NO_THREAD = "can't start new thread"  # CPython's words
-_LEAST_PERIOD_SHARE = 0.9  # that has passed when a look counts
-_MOST_PERIODS = 2  # between two looks, unless this process was suspended
 # for an error of another node, which may be cut off: nobody looks at the workers meanwhile
 _FETCH_S = 3.0
 # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
 _CALLS = 2**20
-# between two heartbeats of all workers there is so much for each: asking takes this process a fiftieth of it
-_PULSE_S = 0.01
 _LOOK_S = 1.0  # between two looks at the raylet
 
 
@@ -109,6 +106,7 @@ class _Shell:
         self._thread = ThreadPoolExecutor(1, "calls")
         self._target: Any = None
         self._is_made = asyncio.Event()
+        self._log = CallLog()
         # calls that the thread has not ended
         self._num_open = 0
         self._stillness = Stillness()
@@ -120,6 +118,7 @@ class _Shell:
 
     async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
         self._spared_threads = threads()
+        answer_with_stacks()
         if ray.util.get_node_ip_address() != host:
             self._raylet_watch = RayletWatch(os.getppid())
         use_network(host)
@@ -127,7 +126,7 @@ class _Shell:
         _enter(folder)
         await self._on_thread(_check_device)
         cls = await self._on_thread(_imported, target)
-        with _errors_for_ray():
+        with _errors_for_ray(), self._log.open("start"):
             self._target = await self._on_thread(cls, *args)
         self._is_made.set()
         return os.getpid()
@@ -144,7 +143,7 @@ class _Shell:
         await self._is_made.wait()
         function = getattr(self._target, method)
         arguments = _resolved(args)
-        with _errors_for_ray():
+        with _errors_for_ray(), self._log.open(method):
             if asyncio.iscoroutinefunction(function):
                 return await function(*arguments)
             return await self._on_thread(recorder.in_span, method, function, *arguments)
@@ -170,6 +169,12 @@ class _Shell:
     async def pulse(self) -> Pulse:
         # on the event loop, so that it answers while the thread is busy
         return Pulse(os.getpid(), self._is_made.is_set(), self._still_s())
+
+    async def condition(self) -> WorkerCondition:
+        return await self._log.condition(self._target)
+
+    async def look(self, pids: Mapping[int, str]) -> bytes:
+        return await asyncio.to_thread(look_packed, pids)
 
     def _still_s(self) -> float:
         """For how long a call has stood still; 0 while it starts, or waits for a disk, which is the disk's matter.
@@ -261,6 +266,14 @@ class Worker:
         """
         return self._actor.pulse.remote()
 
+    def condition(self) -> Ref:
+        """The `WorkerCondition` of the process, also while it is busy."""
+        return self._actor.condition.remote()
+
+    def look(self, pids: Mapping[int, str]) -> Ref:
+        """`diagnosis.stacks.look_packed` on the process's node, also while the process is busy."""
+        return self._actor.look.remote(pids)
+
     @property
     def peer(self) -> Peer:
         """For another worker, which calls this one."""
@@ -350,97 +363,17 @@ def is_loss(error: Exception) -> bool:
     return isinstance(getattr(error, "cause", error), ProcessLost)
 
 
-class Pulses:
-    """Sends each worker a heartbeat request once a period, and counts for how long it has not answered.
-
-    If a laptop or Slurm suspends everything at once, no worker counts as silent: of a long time between two looks a
-    period counts. Heartbeats are answered during calls, however long these take.
-    """
-
-    def __init__(self, bound_s: float, period_s: float = 10.0) -> None:
-        """bound_s: the silence to detect; the period is a tenth of it, at most `period_s`."""
-        self._period_s = max(0.1, min(period_s, bound_s / 10))
-        self._deadline = Deadline(bound_s)
-        self._looked_at = -math.inf
-        self._asked: dict[Worker, Ref] = {}
-        self._silent_s: defaultdict[Worker, float] = defaultdict(float)
-        # process ids of the workers that have ever answered, dead or alive
-        self.pids: dict[Worker, int] = {}
-        # those that had started when they answered
-        self._started: set[Worker] = set()
-        # of those that compute, by their last answers
-        self.still_s: dict[Worker, float] = {}
-
-    def look(self, workers: Sequence[Worker]) -> None:
-        """Once a period, count the missing answers and ask again."""
-        now = time.monotonic()
-        passed_s = now - self._looked_at
-        period_s = max(self._period_s, _PULSE_S * len(workers))
-        # who looks once a period may be a little early, which must not cost a whole one
-        if passed_s < _LEAST_PERIOD_SHARE * period_s:
-            return
-        self._looked_at = now
-        if passed_s > _MOST_PERIODS * period_s:
-            # this process itself was suspended
-            passed_s = self._period_s
-        for worker in self.unanswered():
-            self._silent_s[worker] += passed_s
-        self.ask(workers)
-
-    def ask(self, workers: Sequence[Worker]) -> None:
-        """Ask every worker that has answered its last request."""
-        silent = self.unanswered()
-        for worker in workers:
-            if worker in silent:
-                continue
-            if worker in self._started:
-                self._deadline.observe(self.silence_s(worker))
-            if worker in self._asked and (worker.computes or worker not in self._started):
-                self._note_answer(worker)
-            self._silent_s[worker] = 0.0
-            self._asked[worker] = worker.pulse()
-
-    def _note_answer(self, worker: Worker) -> None:
-        with suppress(ray.exceptions.RayError):
-            pulse: Pulse = ray.get(self._asked[worker])
-            self.pids[worker] = pulse.pid
-            self.still_s[worker] = pulse.still_s
-            if pulse.has_started:
-                self._started.add(worker)
-
-    def unanswered(self) -> list[Worker]:
-        """The workers that have not answered their last request; a dead process is not among them."""
-        if not self._asked:
-            return []
-        refs = list(self._asked.values())
-        _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
-        return [worker for worker, ref in self._asked.items() if ref in waiting]
-
-    def is_overdue(self, worker: Worker) -> bool:
-        """Whether a worker is silent for longer than the silences that have ended let expect.
-
-        While it starts, it has the whole bound.
-        """
-        if worker in self._started:
-            return self.silence_s(worker) >= self._deadline.limit_s
-        return self.silence_s(worker) >= self._deadline.ceiling_s
-
-    def silence_s(self, worker: Worker) -> float:
-        """For how long the worker has not answered, from one look to another."""
-        return self._silent_s[worker]
-
-
 @contextmanager
 def _errors_for_ray() -> Iterator[None]:
     """Shorten an exception, with those that it comes from: Ray leaves a large one on its node, unseen by `ray.wait`.
 
-    A `ProcessLost` stays one. What Python raises for want of memory becomes one: the process is of no more use.
+    A `ProcessLost` stays one. What is raised for want of memory becomes one: the process is of no more use.
     """
     try:
         yield
     except Exception as error:
-        if _is_out_of_memory(error):
-            raise ProcessLost(f"{type(error).__name__}: {error}") from None
+        if is_out_of_memory(error):
+            raise OutOfMemory(type(error).__name__, memory_use(error)) from None
         if len("".join(traceback.format_exception(error))) <= _ERROR_LETTERS:
             raise
         text = str(error)
@@ -449,13 +382,6 @@ def _errors_for_ray() -> Iterator[None]:
         half = _ERROR_LETTERS // 2
         kind = ProcessLost if isinstance(error, ProcessLost) else RuntimeError
         raise kind(f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}") from None
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether Python itself has raised it for want of memory. A MemoryError of megarl's has a text, and is none."""
-    if isinstance(error, MemoryError):
-        return not error.args
-    return isinstance(error, RuntimeError) and str(error) == _NO_THREAD
 
 
 def _check_device() -> None:

@@ -13,11 +13,13 @@ import ray
 import ray.exceptions
 
 from megarl.cluster import processes
-from megarl.cluster.actor import Background, Pulses, Ref, Worker, answers, failure, is_loss
-from megarl.cluster.fetching import fetch, is_of_lost_result
+from megarl.cluster.actor import Background, Ref, Worker, answers, failure, is_loss
+from megarl.cluster.failures import OTHER, WorkerFailed, reported, severity
+from megarl.cluster.fetching import fetch
+from megarl.cluster.pulses import Pulses
 from megarl.cluster.stillness import GroupStillness
 from megarl.device import LOOPBACK
-from megarl.types import Silence, SilentFault, UserError
+from megarl.types import UserError
 
 # a dead process first breaks its peers' collectives: wait this long for the cause to show
 _GRACE_S = 3.0
@@ -26,30 +28,9 @@ _LOOK_S = 1.0  # between two checks of Ray's servers and of heartbeats
 _QUICK_PERIOD_S = 1.0
 _ENDING_S = 5.0  # for processes that Ray kills
 _KILLING_S = 30.0  # for a process that kills another on its node
-_OTHER = 3
 
 # What the owner of a replaceable worker is told when the worker is lost: the cause. It may raise, which ends the wait.
 OnLoss = Callable[[Exception], None]
-
-
-class WorkerFailed(Exception):
-    """A worker died or raised; the message names the worker and the cause, `evidence` is its traceback.
-
-    worker: its name; "" where no single worker has failed.
-    """
-
-    def __init__(self, message: str, evidence: str, worker: str = "") -> None:
-        super().__init__(message, evidence, worker)
-        self.message = message
-        self.evidence = evidence
-        self.worker = worker
-
-    def __str__(self) -> str:
-        return self.message
-
-
-class ResultsLost(WorkerFailed):
-    """A worker needs what another has made, which was on a node that has died; no call brings it back."""
 
 
 class Calls:
@@ -73,6 +54,10 @@ class Calls:
         self._causes: dict[str, Exception] = {}  # why owners have ended workers, by their names
         self._servers: processes.RayServers | None = None
         self._background: Background | None = None
+        # what is waited for now; another thread reads it
+        self._awaited: Sequence[Mapping[Ref, str]] = ()
+        # called before the run ends because a process of it hangs
+        self._before_hang: Callable[[str], None] = lambda _: None
         self.host = LOOPBACK
 
     def _is_here(self, worker: Worker) -> bool:
@@ -101,7 +86,7 @@ class Calls:
             return self._fetch(list(labels))
         except ray.exceptions.RayError as error:  # a node has died, with results that it stored
             failures = self._failures(labels) or [("a worker's result", error)]
-            raise reported(*min(failures, key=_severity)) from None
+            raise reported(*min(failures, key=severity)) from None
 
     @staticmethod
     def _failures(labels: Mapping[Ref, str]) -> list[tuple[str, Exception]]:
@@ -141,6 +126,7 @@ class Calls:
         watched = self._workers if among is None else among
         background = self._background if among is None else None
         of_background = background.labels() if background else {}
+        self._awaited = (labels, of_background)
         watches = {ref: worker for worker in watched for ref in worker.watch_refs}
         names = {ref: worker.name for ref, worker in watches.items()}
         done = self._ended([*labels, *of_background, *watches], watched)
@@ -205,6 +191,7 @@ class Calls:
                     self._lose(worker, WorkerFailed(problem, problem, worker.name))
             elif worker in self._workers and self._pulses.silence_s(worker) >= self._timeout_s:
                 silence = self._silence_of(worker, self._pulses)
+                self._before_hang(silence)
                 raise WorkerFailed(silence, silence, worker.name)
 
     def _judge_stillness(self, labels: Mapping[Ref, str], watched: Sequence[Worker]) -> None:
@@ -227,6 +214,7 @@ class Calls:
             f"{still_s[worker]:.0f} s{others}"
         )
         failure = WorkerFailed(problem, problem, worker.name)
+        self._before_hang(problem)
         if worker not in self._owners:
             raise failure
         self._lose(worker, failure)
@@ -339,13 +327,13 @@ class Calls:
         return self.gather({worker.call(method): worker.name for worker in workers})
 
     def _cause(self, labels: Mapping[Ref, str]) -> Exception:
-        """The failure to report, waiting a moment for a more telling one; see `_severity`."""
+        """The failure to report, waiting a moment for a more telling one; see `severity`."""
         self._pulses.ask(self._workers)
         done, _ = ray.wait(list(labels), num_returns=len(labels), timeout=_GRACE_S)
         failures = self._failures({ref: labels[ref] for ref in done})
-        name, cause = min(failures, key=_severity)
+        name, cause = min(failures, key=severity)
         # A process that waited for a hanging one may time out before the hanging one has been silent for long enough.
-        if _severity((name, cause)) == _OTHER and (silent := self._silent_now()):
+        if severity((name, cause)) == OTHER and (silent := self._silent_now()):
             silence = self._silence_of(silent, self._pulses)
             return WorkerFailed(silence, str(cause), silent.name)
         return reported(name, cause)
@@ -472,29 +460,3 @@ class Calls:
 def _watch_error(worker: Worker, ref: Ref) -> Exception:
     """By what a call that does not return has ended."""
     return reported(worker.name, failure(ref) or RuntimeError("the process has ended"))
-
-
-def _severity(failed: tuple[str, Exception]) -> int:
-    """A sort key, the most telling failure first: a UserError, a dead process, a hanging process, any other error."""
-    _, error = failed
-    if isinstance(getattr(error, "cause", None), Silence):
-        return 2
-    if isinstance(error, UserError):
-        return 0
-    if isinstance(error, ray.exceptions.RayActorError):
-        return 1
-    return _OTHER
-
-
-def reported(name: str, cause: Exception) -> Exception:
-    """The exception that reports a worker's failure."""
-    if isinstance(cause, UserError | SilentFault):
-        return cause
-    if isinstance(cause, ray.exceptions.RayActorError):
-        return WorkerFailed(f"{name}: its process died", str(cause), name)
-    if is_of_lost_result(cause):
-        problem = f"{name}: what another process had made for it is lost with its node"
-        return ResultsLost(problem, str(cause), name)
-    raised = getattr(cause, "cause", cause)
-    last_line = str(raised).strip().splitlines()[-1:] or [""]
-    return WorkerFailed(f"{name}: {type(raised).__name__}: {last_line[0]}", str(cause), name)

@@ -27,6 +27,7 @@ REMEDY = "start the command again, a run with --resume"
 
 _terminated = threading.Event()
 _end_wanted = threading.Event()
+_report_wanted = threading.Event()
 
 
 def raise_on_sigterm() -> None:
@@ -78,6 +79,22 @@ def note_sigusr1() -> None:
 def is_end_wanted() -> bool:
     """Whether SIGUSR1 has come."""
     return _end_wanted.is_set()
+
+
+def note_sigusr2() -> None:
+    """Take SIGUSR2 as a request to tell what the run waits for."""
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        _report_wanted.set()
+
+    signal.signal(signal.SIGUSR2, handler)
+
+
+def take_report_request() -> bool:
+    """Whether SIGUSR2 has come since the last call."""
+    was_wanted = _report_wanted.is_set()
+    _report_wanted.clear()
+    return was_wanted
 
 
 def adopt_orphans() -> None:
@@ -201,6 +218,12 @@ class RayServers:
     def descriptors(self) -> list[int]:
         """Of the processes that have not ended yet; each can be read from when its process does."""
         return [*self._running]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of them had ended or was stopped when `error` was called last; any thread may ask."""
+        ended = {*self._ended.values()}
+        return not ended.isdisjoint(self._stopped_s) or any(self._stopped_s.values())
 
     def error(self) -> str | None:
         """A description of the server that has died, or was stopped for too long; None when all are well."""

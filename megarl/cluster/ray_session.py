@@ -8,6 +8,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from megarl.cluster import ray_environment  # noqa: F401  # isort: skip  (before Ray)
 import ray
@@ -15,7 +16,10 @@ import ray.exceptions
 
 from megarl.cluster import processes
 from megarl.cluster.actor import SHARES, Ref, Worker, failure
-from megarl.cluster.calls import Calls, OnLoss, WorkerFailed
+from megarl.cluster.calls import Calls, OnLoss
+from megarl.cluster.failures import WorkerFailed
+from megarl.cluster.hang_evidence import ClusterView, WatchedWorker
+from megarl.cluster.hang_watch import HangWatch
 from megarl.cluster.local_ray import start_ray
 from megarl.cluster.node_faults import NodeFaults, hardware_error
 from megarl.cluster.node_slots import NodesLost, NodeSlots, ReservedNode
@@ -29,6 +33,7 @@ from megarl.cluster.supervisor import note_session
 from megarl.cluster.topology import DevicePlacement
 from megarl.config import PlacementConfig, Recipe
 from megarl.device import is_loopback
+from megarl.diagnosis.phases import PhaseClock
 from megarl.printable import Say, first_line
 from megarl.types import UserError
 from megarl.types.losses import Losses
@@ -67,6 +72,7 @@ class Cluster(Calls):
         # of all workers that there have been, also those whose slots are on another node now
         self._homes: dict[Worker, ReservedNode] = {}
         self._unstarted: set[Worker] = set()  # whose processes never came up, and were reported
+        self._hang_watch: HangWatch | None = None
 
     @classmethod
     def of_run(cls, recipe: Recipe, say: Say, losses: Losses) -> Cluster:
@@ -102,6 +108,8 @@ class Cluster(Calls):
             self._take_slots()
             own_node = next((node.name for node in self._own_nodes()), None)
             note_session(socket, own_node, losses)
+            if self._hang_watch:
+                self._hang_watch.start()
         except BaseException:
             self.close()
             raise
@@ -118,6 +126,26 @@ class Cluster(Calls):
         self.close()
         if failed is not raised and failed is not None:
             raise failed from None
+
+    def watch_phases(self, phases: PhaseClock, folder: Path) -> None:
+        """Before the session begins: write pages into the run's folder about phases that last too long."""
+        self._hang_watch = HangWatch(phases, folder, self.say, self._view)
+        self._before_hang = self._hang_watch.before_end
+
+    def _view(self) -> ClusterView:
+        """For another thread, as of now."""
+        awaited = {name for labels in self._awaited for name in [*labels.values()]}
+        workers = [
+            WatchedWorker(
+                worker, self._homes[worker].address, self._pid_of(worker), worker.name in awaited
+            )
+            for worker in [*self._workers]
+        ]
+        nodes = [*self._slots.in_use]
+        # of a session that is this command's own, the only node is here
+        host = self.host if self._joins else nodes[0].address
+        has_failed = self._servers is None or self._servers.has_failed
+        return ClusterView(host, workers, nodes, self._slots.dead, not has_failed)
 
     def _begin(self) -> None:
         # Ray's folder is open to everyone, its parent only to this user.
@@ -290,6 +318,8 @@ class Cluster(Calls):
 
     def close(self) -> None:
         """End the session and remove all of its processes, sockets, shared-memory files and folders."""
+        if self._hang_watch:
+            self._hang_watch.end()
         with processes.interrupts_ignored():
             ended = self._pids_here()
             ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}

@@ -28,7 +28,7 @@ from megarl.types.losses import THE_RUN, Loss
 _LOOK_S = 30.0  # between two looks at which processes there are
 _RAYLET_ENDS_S = 5.0  # a raylet closes its object store before it ends
 _FAILED = 1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
 _to_supervisor: int | None = None  # a pipe, in a process that has a supervisor

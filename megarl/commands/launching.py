@@ -31,8 +31,10 @@ def train(recipe: Recipe, *, resume: bool) -> None:
 
     inputs = check(recipe)
 
+    from megarl.cluster.failures import WorkerFailed
     from megarl.controller.loop import train as train_recipe
     from megarl.controller.resuming import find
+    from megarl.diagnosis.memory import kernel_kills
     from megarl.tracking.run_log import RunLog
 
     start = find(recipe, inputs.prompts, show) if resume else None
@@ -43,7 +45,15 @@ def train(recipe: Recipe, *, resume: bool) -> None:
     with RunLog(recipe, resume=resume, step=step, can_drain=True) as log:
         for note in inputs.notes:
             log.say(note)
-        train_recipe(recipe, inputs, log, start)
+        kills_before = kernel_kills()
+        try:
+            train_recipe(recipe, inputs, log, start)
+        except WorkerFailed as failed:
+            from megarl.commands.memory_report import explained
+
+            raise explained(
+                recipe, failed, log.phases.failed, kernel_kills() - kills_before
+            ) from None
 
 
 def dry_run(recipe: Recipe, *, other: str | None) -> None:

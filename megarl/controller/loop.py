@@ -44,7 +44,9 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
 
     Raises WorkerFailed when a process of the run fails, UserError when the reward does, EndedEarly when asked to.
     """
-    with Cluster.of_run(recipe, log.say, log.losses) as cluster:
+    session = Cluster.of_run(recipe, log.say, log.losses)
+    session.watch_phases(log.phases, log.folder)
+    with session as cluster:
         log.say("starting training ranks and engines")
         run, buffer = begin(recipe, inputs, cluster, log, start)
         run_steps(run, start, buffer, take_step)

@@ -193,7 +193,7 @@ def learn(run: Run, step: Step) -> Step:
 def _learn_repeatably(run: Run, step: Step, repetition: Repetition) -> Step:
     # without what only the controller needs, such as references to groups that the next step trains on
     again = replace(
-        step, record=Record(step.number), buffer=GroupBuffer(), collected=None, ahead=None
+        step, record=step.record.anew(), buffer=GroupBuffer(), collected=None, ahead=None
     )
     return repetition.train(
         step.number,

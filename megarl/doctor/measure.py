@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from megarl import device
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.config.hardware import FOLDER, Hardware, load_hardware
 from megarl.doctor.facts import NodeFacts, RankRates

@@ -15,6 +15,7 @@ from megarl.episodes.request_sampling import PolicySampling
 from megarl.episodes.rows import TurnSampler
 from megarl.model.hf_config import end_token_ids
 from megarl.model.tokenizer import load_tokenizer
+from megarl.types.conditions import RunningJob
 from megarl.types.worker_faults import WorkerFaults
 
 Runner = EpisodeRunner | AgentRunner
@@ -58,6 +59,10 @@ class EnvironmentRuntime:
         """The faults of the worker processes since the last call."""
         return self.thread.take_faults()
 
+    async def running(self) -> list[RunningJob]:
+        """The calls that the processes have."""
+        return await self.thread.running()
+
     def shutdown(self) -> None:
         """End and reap the processes; may be called again."""
         self.thread.shutdown()
@@ -100,6 +105,10 @@ class AgentRuntime:
     def take_faults(self) -> WorkerFaults:
         """The faults of the worker processes since the last call."""
         return self._thread.take_faults()
+
+    async def running(self) -> list[RunningJob]:
+        """The agents' runs that the processes have."""
+        return await self._thread.running()
 
     def shutdown(self) -> None:
         """End and reap the processes, and stop listening; may be called again."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl import device
 from megarl.cluster.actor import Ref
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.fleet.fault_members import fault_members

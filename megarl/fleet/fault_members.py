@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from megarl.cluster.actor import Worker
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.config import PlacementConfig
 from megarl.types import FaultMember

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.checkpoints.quantised import fp8_checkpoint
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.topology import placement_errors, placement_lines
 from megarl.config import Recipe

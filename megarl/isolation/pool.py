@@ -15,6 +15,7 @@ from megarl.isolation.loop_thread import LoopThread
 from megarl.isolation.process import Lost, ProcessEnd, WorkerProcess, describe_exit
 from megarl.isolation.service_log import ServiceLog
 from megarl.types import UserError
+from megarl.types.conditions import RunningJob
 from megarl.types.worker_faults import WorkerFaults
 
 _MOST_FAILED_STARTS = 4
@@ -107,6 +108,19 @@ class WorkerPool(Generic[Process]):
 
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
+
+    async def running(self) -> list[RunningJob]:
+        """The jobs that the processes have."""
+        now_s = self._loop.time()
+        return [
+            self._described(job, now_s - job.began, worker.pid)
+            for worker in self._workers
+            for job in worker.in_flight.values()
+        ]
+
+    def _described(self, job: Any, seconds: float, pid: int) -> RunningJob:
+        """A job in words."""
+        raise NotImplementedError
 
     async def end(self) -> None:
         """Kill and reap every process; callers that wait for results are cancelled."""

@@ -216,6 +216,12 @@ def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
         yield _Change(recipe, values)
 
 
+def cheapest_help(recipe: Recipe, phase: str) -> str:
+    """The keys to change first where a phase needs less memory, as `a.b to 1`; "" where none is known."""
+    changes = (change for change in _changes(recipe, phase) if are_valid(change.roles))
+    return next((change.words for change in changes), "")
+
+
 def split_budget(recipe: Recipe, ranks: int) -> int:
     """The tokens of a micro-batch with which `cp: auto` splits the longest sequence over so many ranks."""
     return -(-recipe.longest_sequence // (2 * ranks)) * 2

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from megarl.cluster.actor import Ref, Worker, failure, is_loss
-from megarl.cluster.calls import WorkerFailed, reported
+from megarl.cluster.failures import WorkerFailed, reported
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
@@ -249,7 +249,9 @@ class EngineProcesses:
         if self._restarts.admit(engine.slot):
             return None
         problem = f"{cause}; it was lost more than {self._recipe.run.restarts} times (run.restarts)"
-        return WorkerFailed(problem, getattr(cause, "evidence", str(cause)), engine.worker.name)
+        evidence = getattr(cause, "evidence", str(cause))
+        memory = getattr(cause, "memory", None)
+        return WorkerFailed(problem, evidence, engine.worker.name, memory)
 
     def _discard(self, engine: EngineProcess) -> None:
         """End what is left of an engine's processes."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megarl.cluster.actor import Ref, Worker
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.printable import Say

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megarl import device
 from megarl.cluster.actor import Ref, Worker
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.placement.roles import Role
 

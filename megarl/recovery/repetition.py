@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from megarl.cluster.actor import Worker
-from megarl.cluster.calls import ResultsLost, WorkerFailed
+from megarl.cluster.failures import ResultsLost, WorkerFailed
 from megarl.printable import Say
 from megarl.recovery.rank_processes import RankLoss, RankProcesses
 from megarl.recovery.restarts import Restarts
@@ -261,7 +261,8 @@ class Repetition:
             self._is_spent = True
             what = "it was lost" if rank else "such faults came"
             problem = f"{cause}; {what} more than {self._restarts.most} times (run.restarts)"
-            raise WorkerFailed(problem, getattr(cause, "evidence", str(cause)), rank) from cause
+            evidence = getattr(cause, "evidence", str(cause))
+            raise WorkerFailed(problem, evidence, rank, getattr(cause, "memory", None)) from cause
         self._causes.append(str(cause))
         self._metrics[f"recovery/rank_{kind}s"] += 1
 

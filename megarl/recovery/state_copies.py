@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megarl.cluster.actor import Ref, Worker, failure
-from megarl.cluster.calls import WorkerFailed, reported
 from megarl.cluster.deadline import ENOUGH_ALIKE, Deadline
+from megarl.cluster.failures import WorkerFailed, reported
 from megarl.cluster.ray_session import Cluster
 from megarl.printable import Say
 from megarl.recovery.restarts import Restarts

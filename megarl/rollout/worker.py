@@ -29,6 +29,7 @@ from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
 from megarl.timeline.recorder import concurrent, recorded
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserError
+from megarl.types.conditions import WorkLoad
 from megarl.types.reward_result import REWARD_HINT, Failure, RewardResult
 from megarl.types.sampling import Sampling
 from megarl.types.worker_faults import WorkerFaults
@@ -254,6 +255,14 @@ class RolloutWorker:
         if DEVICE == "cuda" or isinstance(self._engine, ExternalEngine):
             return 0.0
         return self._engine.exchange_still_s
+
+    async def load(self) -> WorkLoad:
+        """The requests that the engine has, and the jobs of users' functions."""
+        jobs = await self._reward_workers.running()
+        if self._runtime:
+            jobs += await self._runtime.running()
+        queue = self._engine.queue
+        return WorkLoad(queue.num_placed, queue.num_waiting, tuple(jobs))
 
     def version(self) -> int:
         return self._engine.version

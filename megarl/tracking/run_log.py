@@ -21,6 +21,7 @@ from rich.text import Text
 from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
+from megarl.diagnosis.phases import PhaseClock
 from megarl.disk import begin, has_ended, take_lock, writing
 from megarl.printable import json_line, one_line, printable
 from megarl.timeline.recorder import span
@@ -72,8 +73,10 @@ _SHOWN = (  # metric, its name in the progress line, format, colour
 class Record:
     """One step while it runs: seconds by phase, metrics, samples."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, clock: PhaseClock | None = None) -> None:
+        """clock: is told of the phases."""
         self.step = step
+        self._clock = clock or PhaseClock(math.inf, math.inf)
         self.metrics: Metrics = {}
         self.groups: Sequence[GroupSummary] = ()
         self.advantages: Advantages = {}
@@ -88,9 +91,13 @@ class Record:
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds inside to `time/<name>_s`; phases do not overlap."""
         began = time.perf_counter()
-        with span(name):
+        with self._clock.phase(self.step, name), span(name):
             yield
         self._phases[f"time/{name}_s"] += time.perf_counter() - began
+
+    def anew(self) -> Record:
+        """An empty record of the same step, for what is done again."""
+        return Record(self.step, self._clock)
 
     def add(self, metrics: Metrics) -> None:
         self.metrics |= metrics
@@ -165,6 +172,7 @@ class RunLog:
         if resume and step < 0:
             _set_aside(self.folder)
         self._in_force: Mapping[str, Any] | None = None
+        self.phases = PhaseClock(recipe.run.hang_report_s, recipe.run.timeout_s)
         self._loss_file = self.folder / "losses.jsonl"
         self.losses = Losses(note=self._note_loss, file=self._loss_file)
         for loss in read_losses(self._loss_file):
@@ -311,7 +319,7 @@ class RunLog:
     @contextmanager
     def start(self, is_new: bool = True) -> Iterator[Record]:
         """Measurements before training, as step 0. A resumed run has this record already."""
-        record = Record(0)
+        record = Record(0, self.phases)
         yield record
         if not is_new:
             return
@@ -325,7 +333,7 @@ class RunLog:
 
         About ten progress lines are shown for all of these steps.
         """
-        record = Record(0)
+        record = Record(0, self.phases)
         total = self._recipe.warm_start.steps
         yield record
         record.add({"warm_start/step": step})
@@ -343,7 +351,7 @@ class RunLog:
         """One training step, from 1: its record, its samples, its progress line."""
         if self._training_began is None:
             self._training_began = time.perf_counter()
-        record = Record(step)
+        record = Record(step, self.phases)
         steps = self._recipe.run.steps
         yield record
         written = self._write(record)

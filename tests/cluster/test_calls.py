@@ -10,7 +10,8 @@ import pytest
 import ray.exceptions
 
 from megarl.cluster import calls
-from megarl.cluster.calls import Calls, ResultsLost, WorkerFailed, reported
+from megarl.cluster.calls import Calls
+from megarl.cluster.failures import ResultsLost, WorkerFailed, reported
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ FIRST, SECOND, THIRD, FOURTH = (f"127.0.0.{number}" for number in (2, 3, 4, 5))
 # it waits for a line, the test does what it said.
 _RUN = """
 import sys, time
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.supervisor import supervised
 

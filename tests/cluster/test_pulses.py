@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster import actor
-from megarl.cluster.actor import Pulses
+from megarl.cluster import pulses
+from megarl.cluster.pulses import Pulses
 
 
 class SilentWorker:
@@ -24,9 +24,9 @@ class SilentWorker:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     fake_clock = SimpleNamespace(now_s=100.0)
     fake_clock.monotonic = lambda: fake_clock.now_s
-    monkeypatch.setattr(actor, "time", fake_clock)
+    monkeypatch.setattr(pulses, "time", fake_clock)
     # all that was asked waits for its answer
-    monkeypatch.setattr(actor.ray, "wait", lambda refs, **_: ([], refs))
+    monkeypatch.setattr(pulses.ray, "wait", lambda refs, **_: ([], refs))
     return fake_clock
 
 

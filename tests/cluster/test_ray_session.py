@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.cluster.actor import Pulses, Ref, Worker, answers, at_arrival, ray_nodes
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.actor import Ref, Worker, answers, at_arrival, ray_nodes
+from megarl.cluster.failures import WorkerFailed
+from megarl.cluster.pulses import Pulses
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.stillness import GroupStillness
 from megarl.config import PlacementConfig
@@ -114,7 +116,17 @@ class Target:
         raise RuntimeError(_words_of_a_thread_without_memory())
 
     def fail_without_memory(self) -> None:
-        raise MemoryError
+        """A tensor for which the process gets no memory."""
+        import torch
+
+        torch.ones(1)
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))
+        try:
+            torch.empty(2**33, dtype=torch.uint8)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
 
     def hang(self) -> None:
         time.sleep(600)
@@ -472,7 +484,11 @@ def test_a_process_that_gets_no_more_memory_is_lost(
     cluster: Cluster, workers: list[Worker], method: str
 ):
     (lost,) = cluster.outcomes({workers[0].call(method): workers[0].name})
-    assert isinstance(lost, WorkerFailed) and "ProcessLost" in str(lost)
+    assert isinstance(lost, WorkerFailed)
+    assert str(lost) == f"{workers[0].name}: out of memory (RuntimeError)"
+    assert lost.memory and lost.memory.bytes_by_name["resident set"] > 2**20
+    cause = "can't start new thread" if method == "fail_without_thread" else "8589934592 bytes"
+    assert cause in str(lost.memory)
 
 
 def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):
@@ -619,7 +635,7 @@ _DIES = """
 import os, signal, sys
 from megarl.cluster.processes import raise_on_sigterm
 raise_on_sigterm()
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 with Cluster(2) as cluster:
     workers = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
@@ -663,7 +679,7 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(
 _ONE_SESSION = """
 import os, signal, sys
 import psutil
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.supervisor import supervised
 

@@ -12,9 +12,9 @@ import pytest
 import ray.exceptions
 
 from megarl.cluster import calls, ray_session
-from megarl.cluster.actor import Pulses
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.node_slots import ReservedNode
+from megarl.cluster.pulses import Pulses
 from megarl.cluster.ray_session import Cluster
 
 ECC = "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"

@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 # It prints its process id, that of a child and its session's folder, and ends as it is asked to.
 _COMMAND = """
 import os, signal, subprocess, sys, time
-from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, is_end_wanted
+from megarl.cluster.processes import (
+    is_end_wanted, note_sigusr1, note_sigusr2, raise_on_sigterm, take_report_request
+)
 from megarl.cluster.session_folder import SESSION_PARENT, SESSION_PREFIX, SessionFolder
 from pathlib import Path
 from megarl.cluster.supervisor import note_session, supervised
@@ -39,6 +41,8 @@ def run():
             os.kill(os.getpid(), getattr(signal, how))
         while not is_end_wanted():
             time.sleep(0.01)
+            if take_report_request():
+                return 79
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     finally:
@@ -48,6 +52,7 @@ def run():
 
 raise_on_sigterm()
 note_sigusr1()
+note_sigusr2()
 sys.exit(supervised(run, print))
 """
 
@@ -125,8 +130,9 @@ def _terminate_all(pid: int) -> None:
         (lambda pid: os.killpg(pid, signal.SIGINT), 130, "interrupted\n"),
         (_terminate_all, 130, "interrupted\n"),
         (lambda pid: os.kill(pid, signal.SIGUSR1), 75, ""),
+        (lambda pid: os.kill(pid, signal.SIGUSR2), 79, ""),
     ],
-    ids=["Ctrl-C", "SIGTERM", "SIGUSR1"],
+    ids=["Ctrl-C", "SIGTERM", "SIGUSR1", "SIGUSR2"],
 )
 def test_a_signal_reaches_the_command_once_and_its_exit_code_is_the_supervisors(
     send: Callable[[int], None],

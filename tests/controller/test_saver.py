@@ -15,7 +15,7 @@ import pytest
 
 from megarl.checkpoints.snapshots import MANIFEST, RUN, Snapshot, Snapshots, digest
 from megarl.cluster import processes
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.controller.resuming import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.controller.stages import settle
 
 STEPS = 3

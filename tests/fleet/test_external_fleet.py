@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.fleet.external_fleet import ExternalFleet
 from megarl.recovery.external_engines import ExternalEngineProcesses
 from tests.plan import plans

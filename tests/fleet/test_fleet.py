@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.step_fit import EngineHistory

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.fleet import rank_recovery
 from megarl.fleet.rank_recovery import RecoverableRanks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.recovery import engine_processes
 from megarl.recovery.engine_processes import EngineProcess
 from megarl.recovery.external_engines import ExternalEngineProcesses

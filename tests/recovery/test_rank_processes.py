@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.failures import WorkerFailed
 from megarl.recovery.rank_processes import RankProcesses
 
 

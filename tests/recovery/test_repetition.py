@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.calls import ResultsLost, WorkerFailed
+from megarl.cluster.failures import ResultsLost, WorkerFailed
 from megarl.recovery import repetition
 from megarl.recovery.rank_processes import LossKind, RankLoss
 from megarl.recovery.repetition import CannotRepeat, Repetition, SavedState

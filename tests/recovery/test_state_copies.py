@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megarl.cluster.actor import Worker
-from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.deadline import Deadline
+from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.recovery import state_copies
 from megarl.recovery.restarts import Restarts

@@ -92,7 +92,9 @@ def asked_for(*extras: str) -> list[str]:
     """What setup.py asks for, with these extras beside those for every device."""
     core, lists = packaging_lists()
     return core + [
-        text for name in (*extras, "report", "search", "trackers", "dev") for text in lists[name]
+        text
+        for name in (*extras, "report", "hangs", "search", "trackers", "dev")
+        for text in lists[name]
     ]
 
 

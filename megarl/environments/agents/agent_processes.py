@@ -16,6 +16,7 @@ from megarl.isolation.child import OUT_OF_MEMORY, too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import Job, ProcessEnd, WorkerProcess, as_line, read_reward_result
 from megarl.timeline import recorder
+from megarl.types.conditions import RunningJob
 from megarl.types.json_objects import CallArguments
 from megarl.types.reward_result import Failure, RewardResult
 
@@ -157,6 +158,13 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             run.cancelled_at = self._loop.time()
             self._write(run, [run.number, "cancel"])
             self._set_timer()
+
+    def _described(self, job: AgentRun, seconds: float, pid: int) -> RunningJob:
+        """Its line has the key of the endpoint, and is not shown."""
+        asked = "has asked" if job.has_asked else "has not asked"
+        return RunningJob(
+            "agent", self._name, f"run {job.number}, which {asked} the model", seconds, pid
+        )
 
     def _new(self) -> AgentProcess:
         return AgentProcess(self._settings)

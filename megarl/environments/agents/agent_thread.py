@@ -12,6 +12,7 @@ from megarl.environments.agents.agent_requests import AgentRequests
 from megarl.environments.agents.chat import Access, ChatHandler
 from megarl.isolation.loop_thread import LoopThread
 from megarl.isolation.pool import start_pool
+from megarl.types.conditions import RunningJob
 from megarl.types.json_objects import Columns, Message
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.worker_faults import WorkerFaults
@@ -54,6 +55,10 @@ class AgentThread:
     def take_faults(self) -> WorkerFaults:
         """The faults of the worker processes since the last call."""
         return self._workers.take_faults()
+
+    async def running(self) -> list[RunningJob]:
+        """The runs that the processes have; may be awaited in any loop."""
+        return await self._thread.run(self._workers.running())
 
     def pids(self) -> list[int]:
         """The worker processes."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,9 +21,11 @@ from megarl.isolation.process import (
     as_line,
     read_reward_result,
 )
+from megarl.printable import short
 from megarl.timeline import recorder
 from megarl.types import UserError
-from megarl.types.json_objects import CallArguments, JsonObject
+from megarl.types.conditions import RunningJob
+from megarl.types.json_objects import CallArguments, Columns, JsonObject
 from megarl.types.reward_result import LARGEST_REWARD, RewardResult
 
 _AT_ONCE = 256  # calls of `async def` functions in flight to a process
@@ -167,6 +170,8 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
         )
         self._settings = settings
         self.offer: Offer | None = None
+        # by the number of an episode's instance, for people
+        self.row_of: Callable[[int], Columns | None] = lambda _: None
         self._has_process = asyncio.Event()
 
     async def least_busy(self) -> EnvironmentProcess:
@@ -216,6 +221,13 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
             name = message[2] if message[0] == "call" else message[0]
             recorder.add(recorder.TOOLS, name, job.began, cause=recorder.cause())
         return result
+
+    def _described(self, job: EnvironmentJob, seconds: float, pid: int) -> RunningJob:
+        """A message is its number, the operation, the instance and the rest, of a call the tool and the arguments."""
+        _, operation, instance, *rest = json.loads(job.line)
+        name = str(rest.pop(0)) if operation == "call" and rest else operation
+        subject = f"{short(rest)} of an episode of the row {short(self.row_of(instance))}"
+        return RunningJob("tool", name, subject, seconds, pid)
 
     def restart(self) -> None:
         """Replace every process; jobs that need its state are Lost."""

@@ -33,6 +33,7 @@ from megarl.isolation.loop_thread import LoopThread, in_own_thread
 from megarl.isolation.pool import start_pool
 from megarl.isolation.process import Lost
 from megarl.types import UserError
+from megarl.types.conditions import RunningJob
 from megarl.types.json_objects import Columns, JsonObject
 from megarl.types.reward_result import RewardResult
 from megarl.types.worker_faults import WorkerFaults
@@ -105,6 +106,7 @@ class EnvironmentThread:
         self._num_opened = 0
         self._closing: set[asyncio.Task[None]] = set()
         self._workers = start_pool(self.thread, lambda: EnvironmentWorkers(settings))
+        self._workers.row_of = self._row_of
 
     @property
     def offer(self) -> Offer:
@@ -149,6 +151,11 @@ class EnvironmentThread:
     def pids(self) -> list[int]:
         """The worker processes."""
         return self._workers.pids()
+
+    @in_own_thread
+    async def running(self) -> list[RunningJob]:
+        """The calls that the processes have."""
+        return await self._workers.running()
 
     @in_own_thread
     async def restart(self) -> None:
@@ -258,6 +265,10 @@ class EnvironmentThread:
         self._episodes.clear()
         await self._workers.end()
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _row_of(self, instance: int) -> Columns | None:
+        rows = {episode.instance: episode.row for episode in self._episodes.values()}
+        return rows.get(instance)
 
     def _added(self, episode: str, row: Columns, seed: int) -> _Episode:
         if episode in self._episodes:

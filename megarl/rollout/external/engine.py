@@ -68,9 +68,7 @@ class ExternalEngine(SamplingEngine):
                 lambda: ServerClient(servers[settings.number], key, settings.timeout_s)
             )
             unlimited = Capacity(sys.maxsize, sys.maxsize)
-            self._queue = self.thread.make(
-                lambda: GroupQueue(unlimited, 1, settings.context_tokens)
-            )
+            self.queue = self.thread.make(lambda: GroupQueue(unlimited, 1, settings.context_tokens))
             self._spans = RequestSpans()
             self._facts = self.thread.submit(self._connected(wait_s)).result()
         except ServerFault as fault:
@@ -93,17 +91,17 @@ class ExternalEngine(SamplingEngine):
     @in_own_thread
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
         """As of `Engine`."""
-        await self._queue.place(conversation, prompt_tokens)
+        await self.queue.place(conversation, prompt_tokens)
 
     @in_own_thread
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """As of `Engine`."""
-        await self._queue.complete(conversation, prompt_tokens, response_tokens)
+        await self.queue.complete(conversation, prompt_tokens, response_tokens)
 
     @in_own_thread
     async def take_completed(self) -> list[CompletedSample]:
         """The samples that the server has finished since the last call, as soon as there are any."""
-        return await self._queue.take_completed()
+        return await self.queue.take_completed()
 
     @in_own_thread
     async def take_files(self, weights: WeightFiles) -> None:
@@ -241,16 +239,16 @@ class ExternalEngine(SamplingEngine):
         }
         most_bytes = _ANSWER_BYTES + _TOKEN_BYTES * parameters["max_new_tokens"]
         self._spans.begin(name, len(input_ids))
-        await self._queue.place(name, len(input_ids))
+        await self.queue.place(name, len(input_ids))
         try:
             answer = await self._client.object("POST", "/generate", content, most_bytes)
             refuse_odd(answer, parameters["max_new_tokens"], self._wanted.shape.vocab_size)
         except ServerFault as fault:
             self._spans.finish(name, None)
-            self._queue.withdraw(name)
+            self.queue.withdraw(name)
             raise EngineLost(f"{self._name} {fault}") from None
         self._spans.finish(name, len(answer["output_ids"]))
-        self._queue.finish(name, len(answer["output_ids"]))
+        self.queue.finish(name, len(answer["output_ids"]))
         return answer
 
     def _version_of(self, meta: Mapping[str, Any]) -> int:

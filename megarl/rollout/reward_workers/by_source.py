@@ -10,6 +10,7 @@ from megarl.isolation.loop_thread import LoopThread
 from megarl.rollout.reward_workers.reward_pool import Episodes, Pool
 from megarl.rollout.reward_workers.reward_process import RewardSpec
 from megarl.rollout.rewards import WHERE
+from megarl.types.conditions import RunningJob
 from megarl.types.json_objects import Columns
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.worker_faults import WorkerFaults, all_faults
@@ -87,6 +88,12 @@ class RewardWorkers:
         worked_s = sum(pool.take_worked_s() for pool in self._pools.values())
         return worked_s / (len(self._pools) * self._reward.workers)
 
+    async def running(self) -> list[RunningJob]:
+        """The responses that the processes have; may be awaited in any loop."""
+        pools = [*self._pools.values()]
+        running = await self._thread.run(_running(pools))
+        return [job for of_pool in running for job in of_pool]
+
     def pids(self) -> list[int]:
         """The worker processes."""
         return [pid for pool in self._pools.values() for pid in pool.pids()]
@@ -103,3 +110,7 @@ class RewardWorkers:
     async def _end(self) -> None:
         for pool in self._pools.values():
             await pool.end()
+
+
+async def _running(pools: Sequence[Pool]) -> list[list[RunningJob]]:
+    return [await pool.running() for pool in pools]

@@ -9,9 +9,11 @@ from typing import Any
 from megarl.isolation.child import too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import ProcessEnd, as_line
+from megarl.printable import short
 from megarl.rollout.reward_workers.reward_process import Request, RewardProcess, RewardSpec
 from megarl.timeline import recorder
 from megarl.timeline.recorder import REWARDS
+from megarl.types.conditions import RunningJob
 from megarl.types.json_objects import Columns
 from megarl.types.reward_result import LARGEST_REWARD, Failure, RewardResult
 
@@ -65,6 +67,10 @@ class Pool(WorkerPool[RewardProcess]):
         since_s = worked_s - self._worked_told_s
         self._worked_told_s = worked_s
         return since_s
+
+    def _described(self, job: Request, seconds: float, pid: int) -> RunningJob:
+        subject = f"the response {short(job.response)} to the row {short(job.context.decode())}"
+        return RunningJob("reward function", self._name, subject, seconds, pid)
 
     def _new(self) -> RewardProcess:
         return RewardProcess(self._spec)

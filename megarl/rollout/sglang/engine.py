@@ -22,6 +22,7 @@ from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.sampling_engine import SamplingEngine
 from megarl.rollout.sglang.adapter_slot import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings
+from megarl.rollout.sglang.group_queue import GroupQueue
 from megarl.rollout.sglang.host import EngineError, EngineLost, Host
 from megarl.rollout.sglang.scheduler_spans import METHOD, Order, SchedulerSpans
 from megarl.timeline import recorder
@@ -86,6 +87,11 @@ class Engine(SamplingEngine):
         groups = self._settings.layout.dp
         of_group = self._host.server.group_capacity
         return Capacity(groups * of_group.sequences, groups * of_group.tokens)
+
+    @property
+    def queue(self) -> GroupQueue:
+        """The requests that it has."""
+        return self._manager.queue
 
     async def take_completed(self) -> list[CompletedSample]:
         """The samples that it has finished since the last call, as soon as there are any.

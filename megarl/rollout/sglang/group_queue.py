@@ -44,6 +44,16 @@ class GroupQueue:
                 self._assign()
             raise
 
+    @property
+    def num_placed(self) -> int:
+        """Requests and conversations that groups have."""
+        return len(self._placed)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that no group has room for."""
+        return len(self._waiting)
+
     def group_of(self, request: str) -> int:
         """The group of a request that was placed."""
         return self._placed[_sample_of(request)][0]

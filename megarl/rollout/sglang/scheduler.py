@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from megarl.cpu import sglang_attention, sglang_patches
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
+from megarl.diagnosis.stacks import answer_with_stacks
 from megarl.rollout.sglang import adapter_slot, deterministic, scheduler_spans
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.loop_counts import LoopCounter
@@ -122,6 +123,7 @@ class SchedulerEntry:
         os.environ.update(self.environment)
         self._set_rendezvous()
         _write_output_to(self.log_path(tp_rank))
+        answer_with_stacks()
         with _exit_with_traceback():
             if DEVICE == "cpu":
                 sglang_patches.end_with_host()

@@ -1,0 +1,98 @@
+"""Watches whether the phases of a run end in time, and writes a page where one does not.
+
+A thread of the controller does it, so that also a controller that waits for Ray itself is seen. The run goes on
+meanwhile, and no report ends it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.cluster.hang_evidence import ClusterView, collect
+from megarl.cluster.processes import take_report_request
+from megarl.diagnosis.culprit import culprit
+from megarl.diagnosis.page import hang_page
+from megarl.diagnosis.phases import Phase, PhaseClock
+from megarl.diagnosis.stacks import answer_with_stacks
+from megarl.printable import Say, describe_error
+
+_LOOK_S = 0.5
+_BEFORE_END_S = 15.0  # for which the end of a run waits for its page
+_FOLDER = "hangs"
+
+
+class HangWatch:
+    """Made by the cluster of a run, and ended with it. A phase has one page at most, besides those asked for."""
+
+    def __init__(
+        self, phases: PhaseClock, folder: Path, say: Say, view: Callable[[], ClusterView]
+    ) -> None:
+        """folder: of the run. view: of the cluster at this moment; it is called in another thread."""
+        self._phases = phases
+        self._folder = folder / _FOLDER
+        self._say = say
+        self._view = view
+        self._reported: Phase | None = None
+        # one report at a time, by whichever thread
+        self._reporting = threading.Lock()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
+
+    def start(self) -> None:
+        answer_with_stacks()
+        self._thread.start()
+
+    def end(self) -> None:
+        """It may be in the middle of a report, which nobody needs any more."""
+        self._is_over.set()
+
+    def before_end(self, problem: str) -> None:
+        """Write the page before the run ends because of a process that hangs; returns soon, come what may."""
+        thread = threading.Thread(target=self._report_once, args=(problem,), daemon=True)
+        thread.start()
+        thread.join(_BEFORE_END_S)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            if take_report_request():
+                self._report("SIGUSR2 asked for it", self._phases.current)
+            overdue = self._phases.overdue()
+            if overdue is not None:
+                limit_s = self._phases.limit_s(overdue.name)
+                self._report_once(f"{overdue} has lasted for longer than {limit_s:.0f} s")
+
+    def _report_once(self, reason: str) -> None:
+        with self._reporting:
+            phase = self._phases.current
+            if phase is None or phase != self._reported:
+                self._reported = phase
+                self._make(reason, phase)
+
+    def _report(self, reason: str, phase: Phase | None) -> None:
+        with self._reporting:
+            self._make(reason, phase)
+
+    def _make(self, reason: str, phase: Phase | None) -> None:
+        """A page that cannot be made costs a line, and nothing else."""
+        try:
+            evidence = collect(self._view(), reason, phase)
+            if self._is_over.is_set():
+                return
+            file = self._new_file(phase)
+            # first: the disk may be what hangs
+            self._say(f"HANG: {culprit(evidence)}; the rest is in {file}")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(hang_page(evidence), encoding="utf-8")
+        except Exception as error:
+            self._say(f"no page of a hang could be made: {describe_error(error)}")
+
+    def _new_file(self, phase: Phase | None) -> Path:
+        name = f"step_{phase.step}_{phase.name}" if phase else "between_phases"
+        file = self._folder / f"{name}.txt"
+        number = 2
+        while file.exists():
+            file = self._folder / f"{name}-{number}.txt"
+            number += 1
+        return file
