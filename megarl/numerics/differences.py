@@ -126,13 +126,13 @@ def compare(
         tolerance = Tolerance(dtype, width, number)
         pair = sides[0].by_operation[key], sides[1].by_operation[key]
         if key[1] == ROUTER_CHOICES:
-            differences.append(_choices(key[0], pair, sides, tolerance))
+            difference = _choices(key[0], pair, sides, tolerance)
         else:
             difference = _difference(key, pair, tolerance)
-            if key[1] == EXPERTS and difference.differs:
-                difference = _with_experts(difference, pair, sides, tolerance)
-            differences.append(difference)
-    return differences
+        if key[1] == EXPERTS and difference.differs:
+            difference = _with_experts(difference, pair, sides, tolerance)
+        differences.append(difference)
+    return [difference for difference in differences if difference.num_tokens]
 
 
 def first_difference(differences: Sequence[Difference]) -> Difference | None:
@@ -271,14 +271,14 @@ def _with_experts(
 def _fewest(
     chosen_TE: np.ndarray, differs_T: np.ndarray, is_suspect_E: np.ndarray
 ) -> tuple[int, ...]:
-    """Of suspect experts as few as explain all tokens that differ, those of most tokens first."""
+    """Of suspect experts as few as explain all tokens that differ, and those that cannot be told from them."""
     left_T = differs_T.copy()
-    experts = []
+    experts: list[int] = []
     while left_T.any():
         count_E = (chosen_TE & left_T[:, None]).sum(0) * is_suspect_E
-        expert = int(count_E.argmax())
-        experts.append(expert)
-        left_T &= ~chosen_TE[:, expert]
+        alike = np.flatnonzero(count_E == count_E.max())
+        experts += alike.tolist()
+        left_T &= ~chosen_TE[:, alike].any(1)
     return tuple(sorted(experts))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,18 +28,16 @@ def shape_of(*sides: Sequence[OutputPart]) -> tuple[int, int]:
 
 
 def sum_of_parts(parts: Sequence[OutputPart], shape: tuple[int, int]) -> FloatArray:
-    """The whole, where replicas are taken to be equal: the values of the first of them."""
-    total_TF: FloatArray | None = None
+    """The whole, where replicas are taken to be equal: the values of the first of them.
+
+    All NaN where no rank recorded some of the terms.
+    """
     by_terms = _by_terms(parts)
-    if None in by_terms:  # the terms beside the output are there to tell their ranks
-        by_terms = {None: by_terms[None]}
-    for of_terms in by_terms.values():
-        values_TF = np.full(shape, np.nan, np.float32)
-        for part in reversed(of_terms):
-            _place(part, values_TF)
-        total_TF = values_TF if total_TF is None else total_TF + values_TF
-    assert total_TF is not None
-    return total_TF
+    if whole := by_terms.get(None):  # the terms beside it are there to tell their ranks
+        return _sum({None: whole}, shape)
+    if sum((end - first) / count for first, end, count in filter(None, by_terms)) < 1 - 1e-6:
+        return np.full(shape, np.nan, np.float32)
+    return _sum(by_terms, shape)
 
 
 def assembled(
@@ -85,7 +83,7 @@ def differing_terms(
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     for start, end in _common_ranges(*sides):
         within = [[part for part in side if _is_within(part, start, end)] for side in sides]
-        a_TF, b_TF = (sum_of_parts(parts, shape) for parts in within)
+        a_TF, b_TF = (_sum(_by_terms(parts), shape) for parts in within)
         excess = float(np.nanmax(np.abs(a_TF - b_TF) / allowed_TF, initial=0.0))
         if excess > max(worst, 1.0):
             worst = excess
@@ -101,6 +99,18 @@ def exceeds(a_TF: FloatArray, b_TF: FloatArray, allowed_TF: FloatArray) -> np.nd
         a_TF.shape,
     )
     return is_known_TF & has_token_TF & _exceeds(a_TF - b_TF, allowed_TF)
+
+
+def _sum(
+    by_terms: Mapping[Terms | None, Sequence[OutputPart]], shape: tuple[int, int]
+) -> FloatArray:
+    total_TF = np.zeros(shape, np.float32)
+    for of_terms in by_terms.values():
+        values_TF = np.full(shape, np.nan, np.float32)
+        for part in reversed(of_terms):
+            _place(part, values_TF)
+        total_TF += values_TF
+    return total_TF
 
 
 def _exceeds(difference: FloatArray, allowed: FloatArray) -> np.ndarray:

@@ -26,7 +26,8 @@ class LayerRecorder:
     """Records the outputs of a rank's chunks while `recording`, of the row `row` alone.
 
     Tokens are numbered through the row's sequences, without padding. A norm that TransformerEngine computes inside the
-    next layer is left out. has_adapters: then the terms of row-parallel layers are left out, to which each rank adds.
+    next layer is left out. num_terms: in which sums over TP are recorded, a multiple of tp; they are left out where
+    there are adapters (has_adapters), which add to each.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class LayerRecorder:
         layout: TrainLayout,
         at: RankCoords,
         *,
+        num_terms: int,
         has_adapters: bool,
     ) -> None:
         self.parts: list[OutputPart] = []
@@ -45,7 +47,7 @@ class LayerRecorder:
         self._shape = shape
         self._layout = layout
         self._at = at
-        self._has_adapters = has_adapters
+        self._num_terms = 1 if has_adapters else num_terms
         self._numbers_L = token_numbers(row)[row.places]
         self._handles: list[Any] = []
 
@@ -107,7 +109,7 @@ class LayerRecorder:
 
     def _watch_row_parallel(self, linear: Any, number: int, operation: str) -> None:
         self._after(linear, number, operation)
-        if self._layout.tp > 1 and not self._has_adapters:
+        if self._num_terms > 1:
             self._hook(linear, partial(self._see_terms, number, operation))
 
     def _after(self, module: Any, layer: int, operation: str, *, is_split: bool = False) -> None:
@@ -144,8 +146,15 @@ class LayerRecorder:
             self._see(number, operation, values, first_head * values.shape[-1])
 
     def _see_terms(self, number: int, operation: str, linear: Any, inputs: Any, _: Any) -> None:
-        terms = self._at.tp, self._at.tp + 1, self._layout.tp
-        self._see(number, operation, F.linear(inputs[0], linear.weight), terms=terms)
+        own_terms = self._num_terms // self._layout.tp
+        if linear.weight.shape[1] % own_terms:
+            return
+        inputs_of_terms = inputs[0].chunk(own_terms, dim=-1)
+        weights = linear.weight.chunk(own_terms, dim=1)
+        first = self._at.tp * own_terms
+        for place, (values, weight) in enumerate(zip(inputs_of_terms, weights, strict=True), first):
+            terms = place, place + 1, self._num_terms
+            self._see(number, operation, F.linear(values, weight), terms=terms)
 
     def _see_router(self, number: int, router: Router, inputs: Any, output: Any) -> None:
         logits_NE, own_NE = router.own_choice(inputs[0])

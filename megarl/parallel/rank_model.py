@@ -136,11 +136,15 @@ class RankModel:
         return packing.Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
 
     def layer_outputs(
-        self, sequences: Sequence[TrainSequence], choices: Callable[[packing.PackedRow], Choices]
+        self,
+        sequences: Sequence[TrainSequence],
+        choices: Callable[[packing.PackedRow], Choices],
+        num_terms: int,
     ) -> list[OutputPart]:
         """What each operation of this rank's layers gives for a micro-batch that every data-parallel rank has.
 
-        choices: of the row, the experts to replay. Prefixes are not shared, whatever the recipe says. Collective.
+        choices: of the row, the experts to replay. num_terms: in which sums over TP are recorded. Prefixes are not
+        shared, whatever the recipe says. Collective.
         """
         row = packing.pack(sequences, split=self._split(sequences), device=device.DEVICE)
         padding = packing.pack((), split=self._split(()), device=device.DEVICE)
@@ -151,6 +155,7 @@ class RankModel:
             self.shape,
             self.layout,
             self.at,
+            num_terms=num_terms,
             has_adapters=self.adapters is not None,
         )
 

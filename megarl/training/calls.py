@@ -75,12 +75,14 @@ class RecordLayersCall(RemoteCall):
     """Record the outputs of layers for one micro-batch, the same on all data-parallel ranks.
 
     folder: of the files, one of each rank. token_ids: of each sequence. experts: of each sequence [T, layers with
-    experts, experts of a token], to be replayed; None: routers choose.
+    experts, experts of a token], to be replayed; None: routers choose. num_terms: in which the sums over TP ranks are
+    recorded, a multiple of those of both sides, so that the ranks can be told from each other.
     """
 
     folder: Path
     token_ids: Sequence[IntArray]
     experts: Sequence[np.ndarray] | None = None
+    num_terms: int = 1
 
     def file(self, rank: int) -> Path:
         """Of one rank."""

@@ -384,7 +384,8 @@ class PolicyRank(TrainingRank):
 
     def record_layers(self, call: RecordLayersCall) -> None:
         """Write what each operation of this rank's layers gives for a micro-batch into a folder, for `compare`."""
-        parts = self._model.layer_outputs(call.sequences(self.layout.max_cp), self._engine_choices)
+        sequences = call.sequences(self.layout.max_cp)
+        parts = self._model.layer_outputs(sequences, self._engine_choices, call.num_terms)
         write_parts(call.file(self.rank), parts)
 
     def export(self, folder: Path, fp8: bool = False, where: str = "") -> None:

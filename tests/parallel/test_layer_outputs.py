@@ -46,7 +46,7 @@ def record(trainer: Any, folder: Path, faults: Mapping[str, tuple[str, int]]) ->
     """Without an error into `clean`, then with each into a folder of its name."""
     from megarl.training.calls import RecordLayersCall
 
-    trainer.record_layers(RecordLayersCall(folder / "clean", sequences()))
+    trainer.record_layers(RecordLayersCall(folder / "clean", sequences(), num_terms=2))
     for name, (weight, rank) in faults.items():
         params = trainer.params()
         (found,) = [params[key] for key in params if key.endswith(weight)] or [torch.zeros(())]
@@ -55,7 +55,7 @@ def record(trainer: Any, folder: Path, faults: Mapping[str, tuple[str, int]]) ->
             assert found.dim()
             # a row alone, which a mean over everything would hide
             found[0] *= 1.5
-        trainer.record_layers(RecordLayersCall(folder / name, sequences()))
+        trainer.record_layers(RecordLayersCall(folder / name, sequences(), num_terms=2))
         found.copy_(kept)
 
 
@@ -72,3 +72,76 @@ def recorded(
         return [part for file in files for part in read_parts(file)]
 
     return parts
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[OutputPart]]]:
+    """Each family's checkpoint, and what one rank gives."""
+    found = {}
+    for family in ("qwen3-moe", "deepseek-v3"):
+        folder = tmp_path_factory.mktemp(family)
+        path = checkpoints.write(folder, family, vocab_size=VOCAB_SIZE, pad_token_id=None)
+        found[family] = path, recorded(path, folder / "one", ONE_RANK, {})("clean")
+    return found
+
+
+# of experts rank 0 has the first half, rank 1 the other
+IN_TP = [
+    Fault("layers.1.input_layernorm.weight", 1, 1, operations.INPUT_NORM, (1,)),
+    Fault("layers.1.self_attention.linear_proj.weight", 1, 1, operations.ATTENTION, (1,)),
+    Fault("layers.2.mlp.router.weight", 0, 2, operations.ROUTER_LOGITS, (0,)),
+    Fault("layers.2.mlp.experts.local_experts.1.linear_fc1.weight", 1, 2, operations.EXPERTS, (0, 1)),
+]  # fmt: skip
+IN_QWEN = [
+    Fault("layers.0.self_attention.linear_qkv.weight", 1, 0, operations.QUERY, (1,)),
+    Fault("layers.1.self_attention.k_layernorm.weight", 0, 1, operations.KEY, (0,)),
+]
+IN_DEEPSEEK = [
+    Fault("layers.0.mlp.linear_fc2.weight", 0, 0, operations.MLP, (0,)),
+    Fault("layers.1.self_attention.kv_layernorm.weight", 1, 1, operations.KEY_VALUE_LATENT, (1,)),
+    Fault("layers.3.mlp.shared_experts.linear_fc2.weight", 1, 3, operations.SHARED_EXPERTS, (1,)),
+]
+CASES: dict[str, tuple[str, TrainLayout, list[Fault]]] = {
+    "qwen3-moe tp2 ep2": ("qwen3-moe", TrainLayout(2, 2, 1, 2), IN_TP + IN_QWEN),
+    "deepseek-v3 tp2 ep2": ("deepseek-v3", TrainLayout(2, 2, 1, 2), IN_TP + IN_DEEPSEEK),
+    "pp2 vpp2": (
+        "deepseek-v3",
+        TrainLayout(2, 1, 2, 1, vpp=2),
+        # the second of two layers of rank 1, which Megatron numbers anew in each chunk
+        [Fault("vpp1.decoder.layers.0.pre_mlp_layernorm.weight", 1, 3, operations.MLP_NORM, (1,))],
+    ),
+    "cp2 dp2": (
+        "qwen3-moe",
+        TrainLayout(4, 1, 1, 1, cp=2),
+        [Fault("layers.3.mlp.router.weight", 3, 3, operations.ROUTER_LOGITS, (), (3,))],
+    ),
+    "cp auto": ("qwen3-moe", TrainLayout(2, 1, 1, 1, max_cp=2), []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planted_errors_are_named(one_rank: dict[str, Any], tmp_path: Path, name: str) -> None:
+    """And nothing differs without one."""
+    family, layout, faults = CASES[name]
+    path, expected = one_rank[family]
+    named = {str(number): fault[:2] for number, fault in enumerate(faults)}
+    parts = recorded(path, tmp_path, layout, named)
+    differences = compare(parts("clean"), expected, dtype())
+    assert first_difference(differences) is None
+    assert {(each.layer, each.operation) for each in differences} == {
+        (part.layer, part.operation) for part in expected if part.operation in operations.ORDER
+    }
+    assert min(each.num_tokens for each in differences) == sum(LENGTHS) - len(LENGTHS)
+    for number, fault in enumerate(faults):
+        difference = first_difference(compare(parts(str(number)), expected, dtype()))
+        check(difference, fault)
+
+
+def check(difference: Difference | None, fault: Fault) -> None:
+    assert difference, fault
+    assert (difference.layer, difference.operation) == (fault.layer, fault.operation)
+    assert difference.ranks[0] == fault.ranks
+    assert difference.deviating == (fault.deviating, ())
+    if fault.operation == operations.EXPERTS:
+        # experts 4 to 7 are those of rank 1; DeepSeek-V3 chooses groups of two here, which have the same tokens
+        assert difference.experts in ((5,), (4, 5))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.numerics import operations
@@ -33,17 +34,24 @@ def output_file(folder: Path, rank: int) -> Path:
 
 
 class LayerRecorder:
-    """Records the prefills of a model from its making until `finish`. rank: the tensor-parallel one of the process."""
+    """Records the prefills of a model from its making until `finish`.
 
-    def __init__(self, model: Any, rank: int) -> None:
+    rank: the tensor-parallel one of the process. num_terms: in which the sums over ranks are recorded, where the
+    weights are not quantised; otherwise it is a term of each rank.
+    """
+
+    def __init__(self, model: Any, rank: int, num_terms: int) -> None:
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
         self._rank = rank
+        self._num_terms = num_terms
         self._tp = int(parallel.tp_size)
         self._attention = int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
         self._parts: list[OutputPart] = []
-        self._numbers_N: IntArray | None = None  # of the tokens of the current pass, where it is recorded
+        self._numbers_N: IntArray | None = (
+            None  # of the tokens of the current pass, where it is recorded
+        )
         self._handles: list[Any] = []
         decoder = model.model
         self._handles.append(decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -140,13 +148,24 @@ class LayerRecorder:
         self, number: int, operation: str, module: Any, inputs: Any, output: Any
     ) -> None:
         """The terms of this rank, computed again, because whether a layer sums them depends on what comes next."""
-        module = getattr(module, "base_layer", module)
-        if module.tp_size == 1:
+        linear = getattr(module, "base_layer", module)
+        if linear.tp_size == 1:
             self._see(number, operation, _first(output))
-            return
-        terms = module.tp_rank, module.tp_rank + 1, module.tp_size
-        values = module.quant_method.apply(module, inputs[0], bias=None)
-        self._see(number, operation, values, terms=terms)
+        own_terms = self._num_terms // linear.tp_size
+        weight = linear.weight
+        is_plain = weight.shape[-1] == inputs[0].shape[-1] and weight.dtype == inputs[0].dtype
+        if own_terms > 1 and is_plain and weight.shape[1] % own_terms == 0:
+            first = linear.tp_rank * own_terms
+            pieces = zip(
+                inputs[0].chunk(own_terms, dim=-1), weight.chunk(own_terms, dim=1), strict=True
+            )
+            for place, (values, columns) in enumerate(pieces, first):
+                terms = place, place + 1, self._num_terms
+                self._see(number, operation, F.linear(values, columns), terms=terms)
+        elif linear.tp_size > 1:
+            terms = linear.tp_rank, linear.tp_rank + 1, linear.tp_size
+            values = linear.quant_method.apply(linear, inputs[0], bias=None)
+            self._see(number, operation, values, terms=terms)
 
     def _see_choices(self, number: int, gate: Any, _: Any, inputs: Any, output: Any) -> None:
         """As [tokens, experts]: whether each is chosen, and its share of the token's weights."""
