@@ -26,7 +26,7 @@ from megarl.numerics.wholes import (
     shape_of,
     sum_of_parts,
 )
-from megarl.types import FloatArray
+from megarl.types.arrays import BoolArray, FloatArray
 
 # the unit roundoff of each type, doubled: the spacing of numbers from 1 on
 SPACING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "fp8": 2.0**-3}
@@ -193,11 +193,11 @@ def _choices(
     """
     ours, theirs, _ = _wholes(pair, tolerance)
     a_TE, b_TE = (np.nan_to_num(whole.values_TF) > 0 for whole in (ours, theirs))
-    is_known_T = ~(np.isnan(ours.values_TF).any(1) | np.isnan(theirs.values_TF).any(1))
+    is_known_T = ~_any_feature(np.isnan(ours.values_TF) | np.isnan(theirs.values_TF))
     differs_TE = (a_TE != b_TE) & is_known_T[:, None]
     is_tie_T = _ties(layer, sides, a_TE & ~b_TE, b_TE & ~a_TE, tolerance)
     differs_TE &= ~is_tie_T[:, None]
-    differing_T = differs_TE.any(1)
+    differing_T = _any_feature(differs_TE)
     token = int(differing_T.argmax())
     return Difference(
         layer=layer,
@@ -218,10 +218,10 @@ def _choices(
 def _ties(
     layer: int,
     sides: tuple[_Side, _Side],
-    only_ours_TE: np.ndarray,
-    only_theirs_TE: np.ndarray,
+    only_ours_TE: BoolArray,
+    only_theirs_TE: BoolArray,
     tolerance: Tolerance,
-) -> np.ndarray:
+) -> BoolArray:
     """[T]: whether rounding explains that the sides chose different experts."""
     is_tie_T = np.zeros(len(only_ours_TE), np.bool_)
     for operation in (ROUTER_SCORES, ROUTER_GROUPS):
@@ -257,20 +257,18 @@ def _with_experts(
     if not choices:
         return difference
     ours, theirs, allowed_TF = _wholes(pair, tolerance)
-    differs_T = exceeds(ours.values_TF, theirs.values_TF, allowed_TF).any(1)
+    differs_T = _any_feature(exceeds(ours.values_TF, theirs.values_TF, allowed_TF))
     chosen_TE = np.nan_to_num(sum_of_parts(choices, shape_of(choices)))[: len(differs_T)] > 0
     differs_T = differs_T[: len(chosen_TE)]
     num_chosen_E = chosen_TE.sum(0)
     is_suspect_E = (num_chosen_E > 0) & ((chosen_TE & differs_T[:, None]).sum(0) == num_chosen_E)
-    explained_T = chosen_TE[:, is_suspect_E].any(1)
+    explained_T = _any_feature(chosen_TE[:, is_suspect_E])
     if not is_suspect_E.any() or not explained_T[differs_T].all():
         return difference
     return replace(difference, experts=_fewest(chosen_TE, differs_T, is_suspect_E))
 
 
-def _fewest(
-    chosen_TE: np.ndarray, differs_T: np.ndarray, is_suspect_E: np.ndarray
-) -> tuple[int, ...]:
+def _fewest(chosen_TE: BoolArray, differs_T: BoolArray, is_suspect_E: BoolArray) -> tuple[int, ...]:
     """Of suspect experts as few as explain all tokens that differ, and those that cannot be told from them."""
     left_T = differs_T.copy()
     experts: list[int] = []
@@ -278,10 +276,15 @@ def _fewest(
         count_E = (chosen_TE & left_T[:, None]).sum(0) * is_suspect_E
         alike = np.flatnonzero(count_E == count_E.max())
         experts += alike.tolist()
-        left_T &= ~chosen_TE[:, alike].any(1)
+        left_T &= ~_any_feature(chosen_TE[:, alike])
     return tuple(sorted(experts))
 
 
-def _rms(values: np.ndarray) -> float:
+def _any_feature(is_TF: BoolArray) -> BoolArray:
+    """[T]: whether any feature is True."""
+    return np.asarray(is_TF.any(axis=1), np.bool_)
+
+
+def _rms(values: FloatArray) -> float:
     known = values[np.isfinite(values)].astype(np.float64)
     return float(np.sqrt(np.mean(known**2))) if known.size else 0.0

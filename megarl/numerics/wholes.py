@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.numerics.parts import OutputPart, Terms
-from megarl.types import FloatArray
+from megarl.types.arrays import BoolArray, FloatArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ def assembled(
     return Whole(sum_of_parts(chosen, expected_TF.shape), tuple(sorted(deviating)))
 
 
-def ranks_in(parts: Sequence[OutputPart], differs_TF: np.ndarray) -> tuple[int, ...]:
+def ranks_in(parts: Sequence[OutputPart], differs_TF: BoolArray) -> tuple[int, ...]:
     """The ranks that hold values where two wholes differ."""
     return tuple(sorted({part.rank for part in parts if _taken(part, differs_TF).any()}))
 
@@ -91,7 +91,7 @@ def differing_terms(
     return ranks
 
 
-def exceeds(a_TF: FloatArray, b_TF: FloatArray, allowed_TF: FloatArray) -> np.ndarray:
+def exceeds(a_TF: FloatArray, b_TF: FloatArray, allowed_TF: FloatArray) -> BoolArray:
     """[T, F]: where two wholes differ by more than is allowed; a NaN that one computed counts, a gap does not."""
     is_known_TF = ~(np.isnan(a_TF) & np.isnan(b_TF))
     has_token_TF = np.broadcast_to(
@@ -113,7 +113,7 @@ def _sum(
     return total_TF
 
 
-def _exceeds(difference: FloatArray, allowed: FloatArray) -> np.ndarray:
+def _exceeds(difference: FloatArray, allowed: FloatArray) -> BoolArray:
     """NaN exceeds everything."""
     return ~(np.abs(difference) <= allowed)
 

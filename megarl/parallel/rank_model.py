@@ -27,8 +27,8 @@ from megarl.parallel import (
     state_bytes,
 )
 from megarl.parallel.finiteness import Finiteness
-from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.layer_outputs import LayerRecorder
+from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.options import effective_options
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.pipeline import Pipeline

@@ -1,7 +1,7 @@
 """Recording what each operation of an engine's layers gives, by hooks on SGLang's modules in a scheduler process.
 
-The engine is asked for one sequence after another, whose request is named by `request_name`, so that each token's number
-is known. What a rank has of other tokens than its own (of experts under DP attention) is left out.
+The engine is asked for one sequence after another, whose request is named by `request_name`, so that each token's
+number is known. What a rank has of other tokens than its own (of experts under DP attention) is left out.
 """
 
 from __future__ import annotations
