@@ -164,9 +164,9 @@ class _World:
     def sides(self, has_engine: bool) -> Sides:
         """How the ranks of both sides are called."""
         shape = self.roles.policy.shape
-        ours = _training_side(self.roles.policy.layout, shape)
+        ours = training_side(self.roles.policy.layout, shape)
         if has_engine:
-            return ours, _engine_side(self.roles.engines, shape)
+            return ours, engine_side(self.roles.engines, shape)
         return ours, NamedSide("reference rank", [""], lambda layer, expert: (0,))
 
     def _of_ranks(
@@ -259,7 +259,8 @@ def _read(folder: Path, pattern: str) -> list[OutputPart]:
     return [part for file in sorted(folder.glob(pattern)) for part in read_parts(file)]
 
 
-def _training_side(layout: TrainLayout, shape: ModelShape) -> NamedSide:
+def training_side(layout: TrainLayout, shape: ModelShape) -> NamedSide:
+    """The training ranks."""
     at = [layout.coords(rank) for rank in range(layout.world_size)]
 
     def experts_on(layer: int, expert: int) -> tuple[int, ...]:
@@ -282,7 +283,9 @@ def _coordinates(at: RankCoords, layout: TrainLayout) -> str:
     return ", ".join(f"{axis} {getattr(at, axis)}" for axis in axes if getattr(layout, axis) > 1)
 
 
-def _engine_side(engine: EngineLayout, shape: ModelShape) -> NamedSide:
+def engine_side(engine: EngineLayout, shape: ModelShape) -> NamedSide:
+    """The ranks of one engine."""
+
     def experts_on(layer: int, expert: int) -> tuple[int, ...]:
         ep = expert * engine.ep // max(shape.num_experts, 1)
         return tuple(range(ep * engine.moe_tp, (ep + 1) * engine.moe_tp))

@@ -157,8 +157,8 @@ def _wholes(pair: Pair, tolerance: Tolerance) -> tuple[Whole, Whole, FloatArray]
 
 def _difference(key: tuple[int, str], pair: Pair, tolerance: Tolerance) -> Difference:
     ours, theirs, allowed_TF = _wholes(pair, tolerance)
-    differs_TF = exceeds(ours.values_TF, theirs.values_TF, allowed_TF)
-    difference_TF = np.abs(ours.values_TF - theirs.values_TF)
+    differs_TF = exceeds(ours.odd_TF, theirs.odd_TF, allowed_TF)
+    difference_TF = np.abs(ours.odd_TF - theirs.odd_TF)
     scale = min(_rms(ours.values_TF), _rms(theirs.values_TF)) or 1.0
     is_known_T = ~np.isnan(difference_TF).all(1)
     # a value that one side alone failed to compute is the worst
@@ -231,21 +231,19 @@ def _ties(
         scores_TS = sum_of_parts(parts, shape_of(parts))
         near = 2 * float(np.nanmax(tolerance.of_elements(scores_TS)))
         experts_each = only_ours_TE.shape[1] // scores_TS.shape[1]
-        members = [
-            chosen_TE.reshape(len(chosen_TE), -1, experts_each).any(-1)
+        ours_TS, theirs_TS = (
+            _any_feature(chosen_TE.reshape(-1, experts_each)).reshape(len(chosen_TE), -1)
             for chosen_TE in (only_ours_TE, only_theirs_TE)
-        ]
+        )
         for token in np.flatnonzero(only_ours_TE.any(1) & only_theirs_TE.any(1)):
-            a = scores_TS[token, members[0][token]]
-            b = scores_TS[token, members[1][token]]
-            spread = max(a.max(), b.max()) - min(a.min(), b.min())
-            # of experts all that were exchanged, of groups any pair: the others follow from it
-            nearest = np.abs(a[:, None] - b[None]).min()
-            is_exchange = not (members[0][token] & members[1][token]).all()
+            ours = scores_TS[token, ours_TS[token]]
+            theirs = scores_TS[token, theirs_TS[token]]
+            gaps = np.abs(ours[:, None] - theirs[None])
             if operation == ROUTER_SCORES:
-                is_tie_T[token] |= bool(spread <= near)
-            elif is_exchange:
-                is_tie_T[token] |= bool(nearest <= near)
+                is_tie_T[token] |= bool(gaps.max() <= near)
+            elif not (ours_TS[token] & theirs_TS[token]).all():
+                # one group in place of another; which experts are then chosen follows from it
+                is_tie_T[token] |= bool(gaps.min() <= near)
     return is_tie_T
 
 

@@ -38,7 +38,7 @@ def verdict(differences: Sequence[Difference], sides: Sides, lengths: Sequence[i
         return "nothing was recorded on both sides, so that nothing can be compared"
     difference = first_difference(differences)
     if difference is None:
-        return f"all {len(differences)} operations agree"
+        return f"all operations agree ({len(differences)})"
     where = _where(difference)
     return f"{where} differs: {_ranks(difference, sides)}; {_amount(difference, lengths)}"
 

@@ -14,9 +14,13 @@ from megarl.types.arrays import BoolArray, FloatArray
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """values_TF: of all tokens, NaN where no rank has them. deviating: ranks whose values others contradict."""
+    """values_TF: of all tokens, NaN where no rank has them. deviating: ranks whose values others contradict.
+
+    odd_TF: the same with the values of these ranks.
+    """
 
     values_TF: FloatArray
+    odd_TF: FloatArray
     deviating: tuple[int, ...] = ()
 
 
@@ -47,8 +51,8 @@ def assembled(
 
     Replicas of terms are told from each other, but which of them is right is not known: the first is taken.
     """
-    deviating: set[int] = set()
     chosen: list[OutputPart] = []
+    odd: list[OutputPart] = []
     for replicas in _by_place(parts).values():
         first = replicas[0]
         right = first
@@ -56,11 +60,14 @@ def assembled(
             expected_NF = _taken(first, expected_TF)
             right = min(replicas, key=lambda part: _distance(part, expected_NF))
         allowed_NF = _taken(first, allowed_TF)
-        for part in replicas:
-            if _exceeds(part.values_NF - right.values_NF, allowed_NF).any():
-                deviating.add(part.rank)
+        odd += [
+            part for part in replicas if _exceeds(part.values_NF, right.values_NF, allowed_NF).any()
+        ]
         chosen.append(right)
-    return Whole(sum_of_parts(chosen, expected_TF.shape), tuple(sorted(deviating)))
+    values_TF = sum_of_parts(chosen, expected_TF.shape)
+    # of two parts of a place the first counts
+    odd_TF = sum_of_parts([*odd, *chosen], expected_TF.shape) if odd else values_TF
+    return Whole(values_TF, odd_TF, _ranks_of(odd))
 
 
 def ranks_in(parts: Sequence[OutputPart], differs_TF: BoolArray) -> tuple[int, ...]:
@@ -93,12 +100,8 @@ def differing_terms(
 
 def exceeds(a_TF: FloatArray, b_TF: FloatArray, allowed_TF: FloatArray) -> BoolArray:
     """[T, F]: where two wholes differ by more than is allowed; a NaN that one computed counts, a gap does not."""
-    is_known_TF = ~(np.isnan(a_TF) & np.isnan(b_TF))
-    has_token_TF = np.broadcast_to(
-        (~np.isnan(a_TF)).any(1, keepdims=True) & (~np.isnan(b_TF)).any(1, keepdims=True),
-        a_TF.shape,
-    )
-    return is_known_TF & has_token_TF & _exceeds(a_TF - b_TF, allowed_TF)
+    has_token_T1 = (~np.isnan(a_TF)).any(1, keepdims=True) & (~np.isnan(b_TF)).any(1, keepdims=True)
+    return has_token_T1 & _exceeds(a_TF, b_TF, allowed_TF)
 
 
 def _sum(
@@ -113,9 +116,11 @@ def _sum(
     return total_TF
 
 
-def _exceeds(difference: FloatArray, allowed: FloatArray) -> BoolArray:
-    """NaN exceeds everything."""
-    return ~(np.abs(difference) <= allowed)
+def _exceeds(a: FloatArray, b: FloatArray, allowed: FloatArray) -> BoolArray:
+    """What is not finite exceeds everything that it does not equal."""
+    with np.errstate(invalid="ignore"):
+        is_equal = (a == b) | (np.isnan(a) & np.isnan(b))
+        return ~is_equal & ~(np.abs(a - b) <= allowed)
 
 
 def _by_terms(parts: Sequence[OutputPart]) -> dict[Terms | None, list[OutputPart]]:

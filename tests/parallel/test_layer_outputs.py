@@ -21,7 +21,6 @@ from tests.parallel.worlds import recipe, run_world
 
 pytestmark = pytest.mark.slow
 
-VOCAB_SIZE = 200
 ONE_RANK = TrainLayout(1, 1, 1, 1)
 LENGTHS = (3, 12, 1, 8)
 
@@ -39,7 +38,7 @@ class Fault(NamedTuple):
 
 def sequences() -> list[IntArray]:
     rng = np.random.default_rng(4)
-    return [rng.integers(0, VOCAB_SIZE, length) for length in LENGTHS]
+    return [rng.integers(0, checkpoints.COMMON["vocab_size"], length) for length in LENGTHS]
 
 
 def record(trainer: Any, folder: Path, faults: Mapping[str, tuple[str, int]]) -> None:
@@ -80,7 +79,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     found = {}
     for family in ("qwen3-moe", "deepseek-v3"):
         folder = tmp_path_factory.mktemp(family)
-        path = checkpoints.write(folder, family, vocab_size=VOCAB_SIZE, pad_token_id=None)
+        path = checkpoints.write(folder, family)
         found[family] = path, recorded(path, folder / "one", ONE_RANK, {})("clean")
     return found
 
