@@ -241,7 +241,7 @@ def compare_layers(
             num_tokens=tokens,
             has_engine=against is _Against.ENGINE,
         )
-        return compare_run(recipe, asked, show)
+        return compare_run(recipe, asked, show, launching.tell)
 
     sys.exit(run_recipe_with_ray(run / "recipe.yaml", overrides, compare))
 

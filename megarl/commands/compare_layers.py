@@ -48,14 +48,17 @@ class Comparison:
     has_engine: bool
 
 
-def compare_run(recipe: Recipe, asked: Comparison, say: Say) -> int:
-    """Run and print the verdict and the table; the exit code. Raises UserErrors, and WorkerFailed of a process."""
+def compare_run(recipe: Recipe, asked: Comparison, say: Say, tell: Say) -> int:
+    """Compare; the exit code. say: prints the verdict and the table, tell: what is done meanwhile.
+
+    Raises UserErrors, and WorkerFailed of a process.
+    """
     from megarl.preflight.checks_by_command import check_compare_layers
 
     roles = resolve(recipe, learns=False)
     has_engine = asked.has_engine
     check_compare_layers(roles, has_engine=has_engine)
-    weights = _weights(recipe, asked, say)
+    weights = weights_folder(recipe, asked.run, asked.step, tell)
     shape = roles.policy.shape
     sequences = compared_tokens(
         recipe=recipe,
@@ -64,9 +67,9 @@ def compare_run(recipe: Recipe, asked: Comparison, say: Say) -> int:
         step=asked.step or None,
         num_tokens=asked.num_tokens,
         vocab_size=shape.vocab_size,
-        say=say,
+        say=tell,
     )
-    world = _World(roles, asked.run.absolute() / _OUTPUTS, weights, sequences, say)
+    world = _World(roles, asked.run.absolute() / _OUTPUTS, weights, sequences, tell)
     with writing(asked.run, _OUTPUTS):
         world.clear()
     if has_engine:
@@ -76,32 +79,26 @@ def compare_run(recipe: Recipe, asked: Comparison, say: Say) -> int:
         ours, theirs = world.with_one_rank()
         dtype = recipe.model.dtype
     differences = compare(ours, theirs, dtype)
-    _say_all(differences, world, has_engine, dtype)
+    lengths = [len(token_ids_T) for token_ids_T in sequences]
+    say(verdict(differences, world.sides(has_engine), lengths))
+    for line in table_lines(differences):
+        say(line)
+    say(
+        f"in units of each output's RMS; explained: by rounding in {dtype}, growing with the root of the operations"
+    )
+    say(f"the outputs are in {world.folder}")
     return int(not differences or first_difference(differences) is not None)
 
 
-def _say_all(
-    differences: Sequence[Difference], world: _World, has_engine: bool, dtype: str
-) -> None:
-    lengths = [len(token_ids_T) for token_ids_T in world.sequences]
-    world.say(verdict(differences, world.sides(has_engine), lengths))
-    for line in table_lines(differences):
-        world.say(line)
-    world.say(
-        f"in units of each output's RMS; explained: by rounding in {dtype}, growing with the root of the operations"
-    )
-    world.say(f"the outputs are in {world.folder}")
-
-
-def _weights(recipe: Recipe, asked: Comparison, say: Say) -> Path | None:
-    """The folder of the checkpoint; None: the weights of model.path. Raises UserErrors."""
-    if asked.step == 0:
+def weights_folder(recipe: Recipe, run: Path, step: int | None, say: Say) -> Path | None:
+    """The folder of the checkpoint; None: the weights of model.path. step: None, the newest. Raises UserErrors."""
+    if step == 0:
         return None
-    snapshot = Snapshots(asked.run / FOLDER, say).newest(asked.step)
-    if snapshot is None and asked.step is not None:
+    snapshot = Snapshots(run / FOLDER, say).newest(step)
+    if snapshot is None and step is not None:
         raise UserError(
             "--step",
-            f"{asked.run / FOLDER} has no whole checkpoint of step {asked.step}",
+            f"{run / FOLDER} has no whole checkpoint of step {step}",
             "leave it out for the newest, or set it to 0 for the weights of model.path",
         )
     if snapshot is None:

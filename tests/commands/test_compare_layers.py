@@ -11,7 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl import cli
-from megarl.commands.compare_layers import chosen_experts, engine_side, one_rank, training_side
+from megarl.commands.compare_layers import (
+    chosen_experts,
+    engine_side,
+    one_rank,
+    training_side,
+    weights_folder,
+)
 from megarl.commands.compared_tokens import compared_tokens
 from megarl.config.loading import load_recipe
 from megarl.model.hf_config import model_shape
@@ -116,3 +122,13 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["compare-layers", str(tmp_path)])
     assert done.exit_code == 2
     assert "has no recipe.yaml; name the folder of a run" in done.output
+
+
+def test_a_step_without_checkpoint_is_refused(asked: dict[str, Any], tmp_path: Path) -> None:
+    lines: list[object] = []
+    assert weights_folder(asked["recipe"], tmp_path, 0, lines.append) is None
+    assert not lines
+    assert weights_folder(asked["recipe"], tmp_path, None, lines.append) is None
+    assert lines == ["the run has no checkpoint: the weights are those of model.path"]
+    with pytest.raises(UserError, match="has no whole checkpoint of step 3; leave it out"):
+        weights_folder(asked["recipe"], tmp_path, 3, lines.append)

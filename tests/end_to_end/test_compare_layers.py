@@ -25,8 +25,7 @@ def test_the_culprit_is_on_the_first_line(launch: Callable, tmp_path: Path) -> N
     shutil.copy(RECIPE, run / "recipe.yaml")
     differing = launch(*SMALL, ODD_ROPE, verb="compare-layers", recipe=run)
     assert differing.finish(300) == 1, differing.out + differing.err
-    (line,) = [line for line in differing.out.splitlines() if " differs: " in line]
-    assert line.startswith(
+    assert differing.out.startswith(
         "layer 0, query after rope differs: training ranks 0, 1 from engine ranks 0, 1; by "
     )
     rows = [line.split() for line in differing.out.splitlines() if line.endswith(" differs")]
@@ -39,8 +38,5 @@ def test_the_culprit_is_on_the_first_line(launch: Callable, tmp_path: Path) -> N
 
     agreeing = launch(*SMALL, ODD_ROPE, "--against=rank", verb="compare-layers", recipe=run)
     agreeing.ends_well(300)
-    assert "\nall operations agree (55)\n" in agreeing.out
+    assert agreeing.out.startswith("all operations agree (55)\n")
     assert not list((run / "layers").glob("engine-*.npz")), "files of an earlier comparison"
-    missing = launch("--step=3", verb="compare-layers", recipe=run)
-    assert missing.finish(100) == 2
-    assert "has no whole checkpoint of step 3" in missing.err

@@ -120,7 +120,14 @@ CASES: dict[str, tuple[str, TrainLayout, list[Fault]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_planted_errors_are_named(one_rank: dict[str, Any], tmp_path: Path, name: str) -> None:
-    """And nothing differs without one."""
+    """And nothing differs without one.
+
+    Unverified on a GPU.
+
+    parallel/layer_outputs.py: the hooks on TransformerEngine's modules, which fuse norms into linear layers.
+    rollout/sglang/layer_outputs.py: the hooks on SGLang's modules where kernels fuse operations. To check first: that
+    the table of `megarl compare-layers` has all operations but the norms that are fused, in bfloat16, and agrees.
+    """
     family, layout, faults = CASES[name]
     path, expected = one_rank[family]
     named = {str(number): fault[:2] for number, fault in enumerate(faults)}
