@@ -20,7 +20,7 @@ from megarl.fleet.fleet import training_fleet
 from megarl.fleet.rank_groups import PolicyRanks
 from megarl.model.shape import ModelShape
 from megarl.numerics import operations
-from megarl.numerics.differences import Difference, compare, first_difference
+from megarl.numerics.differences import compare, first_difference
 from megarl.numerics.parts import OutputPart, read_parts
 from megarl.numerics.report import NamedSide, Sides, table_lines, verdict
 from megarl.placement.engine_layout import EngineLayout

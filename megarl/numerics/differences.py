@@ -18,7 +18,7 @@ from megarl.numerics.operations import (
 )
 from megarl.numerics.parts import OutputPart
 from megarl.numerics.wholes import (
-    Whole,
+    WholeOutput,
     assembled,
     differing_terms,
     exceeds,
@@ -94,14 +94,14 @@ class Difference:
 
 
 @dataclass
-class _Side:
+class _Recorded:
     by_operation: dict[tuple[int, str], list[OutputPart]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     @staticmethod
-    def of(parts: Sequence[OutputPart]) -> _Side:
-        side = _Side()
+    def of(parts: Sequence[OutputPart]) -> _Recorded:
+        side = _Recorded()
         for part in parts:
             if part.values_NF.size:
                 side.by_operation[part.layer, part.operation].append(part)
@@ -115,7 +115,7 @@ def compare(
 
     dtype: in which the coarser side computes, of `SPACING`.
     """
-    sides = _Side.of(ours), _Side.of(theirs)
+    sides = _Recorded.of(ours), _Recorded.of(theirs)
     common = [key for key in sides[0].by_operation if key in sides[1].by_operation]
     common = sorted(
         (key for key in common if key[1] in ORDER), key=lambda key: (key[0], ORDER.index(key[1]))
@@ -143,7 +143,7 @@ def first_difference(differences: Sequence[Difference]) -> Difference | None:
 Pair = tuple[list[OutputPart], list[OutputPart]]
 
 
-def _wholes(pair: Pair, tolerance: Tolerance) -> tuple[Whole, Whole, FloatArray]:
+def _wholes(pair: Pair, tolerance: Tolerance) -> tuple[WholeOutput, WholeOutput, FloatArray]:
     """Both sides' wholes, and what they may differ by."""
     shape = shape_of(*pair)
     naive = [sum_of_parts(parts, shape) for parts in pair]
@@ -184,7 +184,7 @@ def _difference(key: tuple[int, str], pair: Pair, tolerance: Tolerance) -> Diffe
 
 
 def _choices(
-    layer: int, pair: Pair, sides: tuple[_Side, _Side], tolerance: Tolerance
+    layer: int, pair: Pair, sides: tuple[_Recorded, _Recorded], tolerance: Tolerance
 ) -> Difference:
     """Of the experts that routers choose: 1 where a token goes to an expert, else 0.
 
@@ -217,7 +217,7 @@ def _choices(
 
 def _ties(
     layer: int,
-    sides: tuple[_Side, _Side],
+    sides: tuple[_Recorded, _Recorded],
     only_ours_TE: BoolArray,
     only_theirs_TE: BoolArray,
     tolerance: Tolerance,
@@ -248,7 +248,7 @@ def _ties(
 
 
 def _with_experts(
-    difference: Difference, pair: Pair, sides: tuple[_Side, _Side], tolerance: Tolerance
+    difference: Difference, pair: Pair, sides: tuple[_Recorded, _Recorded], tolerance: Tolerance
 ) -> Difference:
     """With the experts whose tokens alone differ, where there are any: every token of theirs, and no other token."""
     choices = sides[1].by_operation.get((difference.layer, ROUTER_CHOICES))

@@ -13,7 +13,7 @@ from megarl.types.arrays import BoolArray, FloatArray
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class WholeOutput:
     """values_TF: of all tokens, NaN where no rank has them. deviating: ranks whose values others contradict.
 
     odd_TF: the same with the values of these ranks.
@@ -46,7 +46,7 @@ def sum_of_parts(parts: Sequence[OutputPart], shape: tuple[int, int]) -> FloatAr
 
 def assembled(
     parts: Sequence[OutputPart], expected_TF: FloatArray, allowed_TF: FloatArray
-) -> Whole:
+) -> WholeOutput:
     """The whole, of replicas that differ by more than is allowed by the one nearest to what the other side has.
 
     Replicas of terms are told from each other, but which of them is right is not known: the first is taken.
@@ -67,7 +67,7 @@ def assembled(
     values_TF = sum_of_parts(chosen, expected_TF.shape)
     # of two parts of a place the first counts
     odd_TF = sum_of_parts([*odd, *chosen], expected_TF.shape) if odd else values_TF
-    return Whole(values_TF, odd_TF, _ranks_of(odd))
+    return WholeOutput(values_TF, odd_TF, _ranks_of(odd))
 
 
 def ranks_in(parts: Sequence[OutputPart], differs_TF: BoolArray) -> tuple[int, ...]:

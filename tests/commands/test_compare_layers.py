@@ -55,7 +55,7 @@ def test_tokens_are_those_of_the_steps_samples(asked: dict[str, Any], tmp_path: 
     (tmp_path / "samples.jsonl").write_text(text)
     newest = compared_tokens(**asked)
     assert [len(token_ids_T) for token_ids_T in newest] == [8, 8]
-    (of_first,) = compared_tokens(**asked | {"step": 1})
+    (of_first,) = compared_tokens(**{**asked, "step": 1})
     assert of_first.tolist() != newest[0].tolist() == newest[1].tolist()
 
 
@@ -66,12 +66,12 @@ def test_tokens_of_a_file_are_those_that_were_sampled(
     groups = [group(number) for number in range(3)]
     with writing(path, 40, 1.0) as file:
         file.write(groups)
-    found = compared_tokens(**asked | {"samples": path, "num_tokens": 1000})
+    found = compared_tokens(**{**asked, "samples": path, "num_tokens": 1000})
     for token_ids_T, of_group in zip(found, groups, strict=True):
         row = of_group.samples[0].rows[0]
         assert token_ids_T.tolist() == [*row.prompt_ids, *row.response_ids_T]
     with pytest.raises(UserError, match="has 1 steps, and none 2"):
-        compared_tokens(**asked | {"samples": path, "step": 2})
+        compared_tokens(**{**asked, "samples": path, "step": 2})
 
 
 def test_a_run_without_samples_is_compared_by_random_tokens(asked: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ def output_file(folder: Path, rank: int) -> Path:
     return folder / f"engine-{rank}.npz"
 
 
-class LayerRecorder:
+class EngineLayerRecorder:
     """Records the prefills of a model from its making until `finish`.
 
     rank: the tensor-parallel one of the process. num_terms: in which the sums over ranks are recorded, where the

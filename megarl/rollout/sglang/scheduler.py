@@ -283,11 +283,11 @@ def _begin_layers(scheduler: Any, num_terms: int) -> None:
     """Record the outputs of layers from now on."""
     from sglang.srt.distributed import get_tp_group
 
-    from megarl.rollout.sglang.layer_outputs import LayerRecorder
+    from megarl.rollout.sglang.layer_outputs import EngineLayerRecorder
 
     # of a draft model there is one more
     target = _models(scheduler)[0]
-    scheduler.layer_recorder = LayerRecorder(target, get_tp_group().rank_in_group, num_terms)
+    scheduler.layer_recorder = EngineLayerRecorder(target, get_tp_group().rank_in_group, num_terms)
 
 
 def _end_layers(scheduler: Any, folder: str) -> None:
