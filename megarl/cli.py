@@ -1,5 +1,5 @@
 """The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `doctor`, `rollout` for samples alone, `convert`,
-`drain`, `engines`, `report`, `reward-check`, `episode-check`; `explain` and `schema` for the keys of recipes.
+`compare-layers`, `drain`, `engines`, `report`, `reward-check`, `episode-check`; `explain` and `schema` for keys.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to correct in the recipe or its files, a
 line each; 75 ended early by SIGUSR1, to be started again with --resume; 79 ended by `megarl drain`; 130 Ctrl-C; 143
@@ -51,12 +51,27 @@ class _Side(Enum):
     BOTH = "both"
 
 
+class _Against(Enum):
+    """What `megarl compare-layers` compares the training ranks with."""
+
+    ENGINE = "engine"
+    RANK = "rank"
+
+
 app = Typer(pretty_exceptions_enable=False)
 
 
 def _show_versions(is_wanted: bool) -> None:
     if is_wanted:
         sys.exit(ended(lambda: say_all("\n".join(version_lines()))))
+
+
+def _require_recipe(run: Path) -> None:
+    """End the command where a folder is not that of a run."""
+    if not (run / "recipe.yaml").is_file():
+        hint = "name the folder of a run, as runs/quickstart"
+        show(UserError(str(run), "has no recipe.yaml", hint), sys.stderr)
+        sys.exit(2)
 
 
 @app.callback()
@@ -183,14 +198,7 @@ def convert(
     ] = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model, adapters merged into it, or as adapters alone."""
-    if not (run / "recipe.yaml").is_file():
-        show(
-            UserError(
-                str(run), "has no recipe.yaml", "name the folder of a run, as runs/quickstart"
-            ),
-            sys.stderr,
-        )
-        sys.exit(2)
+    _require_recipe(run)
 
     def write(recipe: Recipe) -> None:
         from megarl.commands.convert import convert_run
@@ -198,6 +206,45 @@ def convert(
         convert_run(recipe, run, out, step, show, fp8=fp8, adapter=adapter)
 
     sys.exit(run_recipe_with_ray(run / "recipe.yaml", overrides, write))
+
+
+@app.command()
+def compare_layers(
+    run: Annotated[Path, Argument(metavar="RUN", help="The folder of a run, which has ended.")],
+    overrides: _Overrides = None,
+    *,
+    step: Annotated[
+        int | None,
+        Option(min=0, help="Which checkpoint; the newest unless it is given, 0: model.path."),
+    ] = None,
+    against: Annotated[
+        _Against, Option(help="An engine, or one training rank with the same weights.")
+    ] = _Against.ENGINE,
+    samples: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Tokens of a file of `megarl rollout`, not of samples.jsonl."),
+    ] = None,
+    tokens: Annotated[int, Option(min=8, max=2**20, help="How many, at most.")] = 256,
+) -> None:
+    """Name the first layer and operation whose outputs differ between training ranks and engine.
+
+    Exit code 1: something differs.
+    """
+    _require_recipe(run)
+
+    def compare(recipe: Recipe) -> int:
+        from megarl.commands.compare_layers import Comparison, compare_run
+
+        asked = Comparison(
+            run=run,
+            step=step,
+            samples=samples,
+            num_tokens=tokens,
+            has_engine=against is _Against.ENGINE,
+        )
+        return compare_run(recipe, asked, show, launching.tell)
+
+    sys.exit(run_recipe_with_ray(run / "recipe.yaml", overrides, compare))
 
 
 @app.command()

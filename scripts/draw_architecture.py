@@ -55,6 +55,7 @@ FLOORS: list[dict[str, str]] = [
         "disk": "faults of a disk",
         "isolation": "worker processes, the sandbox",
         "model": "family, config.json, tokenizer",
+        "numerics": "outputs of layers, compared",
     },
     {"cpu": "Megatron and SGLang without a GPU", "types": "the nouns that cross rooms"},
     {

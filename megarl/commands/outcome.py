@@ -29,13 +29,13 @@ from megarl.types import (
 _DRAINED = 79
 
 
-def run_recipe(path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]) -> int:
+def run_recipe(path: Path, overrides: list[str] | None, run: Callable[[Recipe], int | None]) -> int:
     """Load a recipe and run; the exit code."""
     return ended(lambda: run(load_recipe(path, overrides or [])))
 
 
 def run_recipe_with_ray(
-    path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]
+    path: Path, overrides: list[str] | None, run: Callable[[Recipe], int | None]
 ) -> int:
     """The same in a child process, which Ray may end."""
     return in_child(partial(run_recipe, path, overrides, run), last_word)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from megarl import device
 from megarl.cpu import megatron_patches
 from megarl.model.lora_pairs import LoraPair
+from megarl.numerics.parts import OutputPart
 from megarl.parallel import (
     dist_checkpoint,
     groups,
@@ -26,12 +27,13 @@ from megarl.parallel import (
     state_bytes,
 )
 from megarl.parallel.finiteness import Finiteness
+from megarl.parallel.layer_outputs import LayerRecorder
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.options import effective_options
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.replicas import Replicated, replicated_gradients, replicated_weights
-from megarl.parallel.routing import Router, Routing
+from megarl.parallel.routing import Choices, Router, Routing
 from megarl.parallel.shared_rows import pack_shared
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import Role
@@ -124,14 +126,48 @@ class RankModel:
         self, sequences: Sequence[TrainSequence], *arrays: TokenArrays | None
     ) -> packing.PackedRow:
         """A micro-batch as of `packing.pack`, split over the data-parallel ranks that have it or as the layout says."""
+        pack = pack_shared if self._train.share_prefixes else packing.pack
+        return pack(sequences, *arrays, split=self._split(sequences), device=device.DEVICE)
+
+    def _split(self, sequences: Sequence[TrainSequence]) -> packing.Split:
         layout = self.layout
         ranks = sequences[0].cp if sequences else 1
         if ranks > 1:
-            split = packing.Split(layout.tp, ranks, self.at.dp % ranks, layout.tokens_align)
-        else:
-            split = packing.Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
-        pack = pack_shared if self._train.share_prefixes else packing.pack
-        return pack(sequences, *arrays, split=split, device=device.DEVICE)
+            return packing.Split(layout.tp, ranks, self.at.dp % ranks, layout.tokens_align)
+        return packing.Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
+
+    def layer_outputs(
+        self,
+        sequences: Sequence[TrainSequence],
+        choices: Callable[[packing.PackedRow], Choices],
+        num_terms: int,
+    ) -> list[OutputPart]:
+        """What each operation of this rank's layers gives for a micro-batch that every data-parallel rank has.
+
+        choices: of the row, the experts to replay. num_terms: in which sums over TP are recorded. Prefixes are not
+        shared, whatever the recipe says. Collective.
+        """
+        row = packing.pack(sequences, split=self._split(sequences), device=device.DEVICE)
+        padding = packing.pack((), split=self._split(()), device=device.DEVICE)
+        rows = [row] + [padding] * (self.layout.batch_multiple - 1)
+        recorder = LayerRecorder(
+            row,
+            self.pipeline.routing,
+            self.shape,
+            self.layout,
+            self.at,
+            num_terms=num_terms,
+            has_adapters=self.adapters is not None,
+        )
+
+        def keep(of_row: packing.PackedRow, logp_T: Tensor, _: Tensor) -> tuple[Tensor, None]:
+            if of_row is row:
+                recorder.add_logprobs(logp_T)
+            return logp_T.sum(), None
+
+        with recorder.recording(self._unwrapped):
+            self.pipeline.run(rows, keep, choices=[choices(each) for each in rows])
+        return recorder.parts
 
     def make_optimizer(self) -> None:
         """Make AdamW's state from this rank's weights as they are now."""

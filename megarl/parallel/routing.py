@@ -181,6 +181,25 @@ class Router(TopKRouter):
             shared.count("replayed_choices", (is_known_N1[:, 0] * copies_N).sum())
         return scores.gather(1, chosen_NK), chosen_NK
 
+    def own_choice(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits, choice), both [n, experts], of this router alone, whatever is replayed."""
+        shared = self._shared
+        replayed = shared.choices
+        shared.choices = None
+        try:
+            logits = self.gating(hidden)
+            _, choice = self.routing(logits)
+        finally:
+            shared.choices = replayed
+        return logits.flatten(0, -2), choice
+
+    def choice_scores(self, logits: Tensor) -> Tensor:
+        """The scores whose largest are chosen: of softmax the logits, else sigmoids with the router's biases."""
+        if self.score_function == "softmax":
+            return logits.float()
+        scores = torch.sigmoid(logits.float())
+        return scores if self.expert_bias is None else scores + self.expert_bias
+
     @property
     def layer(self) -> int:
         """From 0."""

@@ -62,7 +62,9 @@ from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, UserError, UserErrors
 from megarl.types.listed import ErrorIterator, Errors
 
-Command = Literal["train", "dry run", "plan", "rollout", "train from samples", "convert"]
+Command = Literal[
+    "train", "dry run", "plan", "rollout", "train from samples", "convert", "compare layers"
+]
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,18 @@ def check_samples(recipe: Recipe, path: Path) -> SampleFile:
 def check_convert(recipe: Recipe) -> None:
     """The same for writing a run's weights as a Hugging Face checkpoint, which uses training ranks alone."""
     _refuse(_errors(_Case("convert", resolve(recipe, learns=False))))
+
+
+def check_compare_layers(roles: Roles, *, has_engine: bool) -> None:
+    """The same for comparing outputs of layers, which reads no data. has_engine: else with training ranks alone.
+
+    External engines are refused, because nothing of megarl runs in them.
+    """
+    errors = _errors(_Case("compare layers" if has_engine else "convert", roles))
+    if has_engine and roles.recipe.rollout.engine.external:
+        problem = "the layers of an external engine cannot be recorded"
+        errors.append(UserError("rollout.engine.external", problem, "use --against rank"))
+    _refuse(errors)
 
 
 def errors_elsewhere(
@@ -357,6 +371,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         _only_training,
     ),
     "convert": (_weights, _layers, _megatron, _lora, _environment),
+    "compare layers": (_environment, _layers, *_BOTH_SIDES),
 }
 
 

@@ -7,6 +7,7 @@ import gc
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,12 @@ class RolloutWorker:
     async def forget_ranks(self) -> None:
         """Unmap the parameters of training ranks that are gone; raises EngineError where that fails."""
         await self._own_engine.forget_ranks()
+
+    async def record_layers(
+        self, folder: Path, sequences: Sequence[Sequence[int]], num_terms: int = 1
+    ) -> list[list[float]]:
+        """Have the engine's ranks write what their layers give for these tokens; as of `Engine`."""
+        return await self._own_engine.record_layers(folder, sequences, num_terms)
 
     @recorded
     async def send_copy(self, message: Mapping[str, Any]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from megarl.training.batching import Key, TokenValues, Update
-from megarl.types import SampleGroup
+from megarl.types import IntArray, SampleGroup, TrainSequence
 from megarl.types.remote import RemoteCall
 
 State = TypeVar("State")
@@ -65,3 +68,36 @@ class ScoreCall(RemoteCall):
     """Score all samples of these groups."""
 
     groups: Sequence[SampleGroup]
+
+
+@dataclass(frozen=True)
+class RecordLayersCall(RemoteCall):
+    """Record the outputs of layers for one micro-batch, the same on all data-parallel ranks.
+
+    folder: of the files, one of each rank. token_ids: of each sequence. experts: of each sequence [T, layers with
+    experts, experts of a token], to be replayed; None: routers choose. num_terms: in which the sums over TP ranks are
+    recorded, a multiple of those of both sides, so that the ranks can be told from each other.
+    """
+
+    folder: Path
+    token_ids: Sequence[IntArray]
+    experts: Sequence[np.ndarray] | None = None
+    num_terms: int = 1
+
+    def file(self, rank: int) -> Path:
+        """Of one rank."""
+        return self.folder / f"training-{rank}.npz"
+
+    def sequences(self, cp: int) -> list[TrainSequence]:
+        """cp: data-parallel ranks that split the row, 1 where the layout's own do."""
+        return [
+            TrainSequence(
+                token_ids_T=token_ids_T,
+                loss_mask_T=np.zeros(len(token_ids_T), np.bool_),
+                loss_weight_T=np.zeros(len(token_ids_T), np.float32),
+                engine_logp_T=np.zeros(len(token_ids_T), np.float32),
+                cp=cp,
+                experts_TMK=self.experts[number] if self.experts else None,
+            )
+            for number, token_ids_T in enumerate(self.token_ids)
+        ]

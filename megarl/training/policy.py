@@ -28,6 +28,7 @@ from megarl.algos.ratios import bounded
 from megarl.algos.statistics import Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.disk import writing
+from megarl.numerics.parts import write_parts
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.routing import Choices
@@ -44,7 +45,12 @@ from megarl.resharding.payloads import ReshardStep, exchanged
 from megarl.resharding.session import PublishedRank, Session
 from megarl.training import credit, kept_tokens, profiling
 from megarl.training.batching import TokenValues, Update, refs_of, values_by_reader
-from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
+from megarl.training.calls import (
+    RecordLayersCall,
+    TokenValuesCall,
+    TokenValuesResult,
+    TrainCall,
+)
 from megarl.training.merged_weights import MergedWeights
 from megarl.training.rank import TrainingRank, norms_of
 from megarl.training.routing_statistics import routing_statistics
@@ -383,6 +389,12 @@ class PolicyRank(TrainingRank):
             )
         ]
         return groups.reduce_stats(statistics, self._copies(rows))
+
+    def record_layers(self, call: RecordLayersCall) -> None:
+        """Write what each operation of this rank's layers gives for a micro-batch into a folder, for `compare`."""
+        sequences = call.sequences(self.layout.max_cp)
+        parts = self._model.layer_outputs(sequences, self._engine_choices, call.num_terms)
+        write_parts(call.file(self.rank), parts)
 
     def export(self, folder: Path, fp8: bool = False, where: str = "") -> None:
         """Write the weights as a Hugging Face checkpoint, with the configuration and tokenizer of model.path.

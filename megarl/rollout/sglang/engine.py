@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from megarl.device import DEVICE
 from megarl.resharding.peer_copy import PeerCopy, abandon, await_target
 from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.sampling_engine import SamplingEngine
+from megarl.rollout.sglang import layer_outputs
 from megarl.rollout.sglang.adapter_slot import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.group_queue import GroupQueue
@@ -136,6 +138,34 @@ class Engine(SamplingEngine):
         if failure := await self._host.run(self._sglang_call("forget_ranks", {})):
             raise EngineError(f"the weights of lost training ranks are still mapped: {failure}")
 
+    async def record_layers(
+        self, folder: Path, sequences: Sequence[Sequence[int]], num_terms: int = 1
+    ) -> list[list[float]]:
+        """Prefill sequences, and have every scheduler write what its layers give into a file (`layer_outputs`).
+
+        Returns the log-probabilities of each sequence's tokens from the second on, at temperature 1. Nothing else may
+        be asked of the engine meanwhile. Raises EngineError.
+        """
+        if self._stale is not None:
+            raise EngineError(self._stale)
+        parameters = {"num_terms": num_terms}
+        if failure := await self._host.run(self._sglang_call("begin_layers", parameters)):
+            raise EngineError(f"the outputs of layers cannot be recorded: {failure}")
+        logprobs = []
+        first_token = 0
+        for token_ids in sequences:
+            # what is in the cache would not be computed
+            await self._host.run(self._sglang_idle())
+            name = layer_outputs.request_name(first_token)
+            logprobs.append(await self._host.run(self._sglang_prefill(token_ids, name)))
+            first_token += len(token_ids)
+        await self._host.run(self._sglang_idle())
+        if failure := await self._host.run(
+            self._sglang_call("end_layers", {"folder": str(folder)})
+        ):
+            raise EngineError(f"the outputs of layers cannot be written: {failure}")
+        return logprobs
+
     async def fail(self) -> None:
         """Raises EngineLost when a scheduler has died or hangs; does not return. A failed reshard does not count."""
         await self._host.fail()
@@ -249,6 +279,18 @@ class Engine(SamplingEngine):
         answers = await self._manager.send_weights_to_remote_instance_communicator(request)
         failures = [answer.message for answer in answers if not answer.success]
         return failures[0] if failures else None
+
+    async def _sglang_prefill(self, token_ids: Sequence[int], name: str) -> list[float]:
+        """The log-probabilities of a sequence's tokens from the second on; name: of the request."""
+        (output,) = await self._host.server.async_generate(
+            input_ids=[list(token_ids)],
+            sampling_params=[{"max_new_tokens": 1, "temperature": 1.0}],
+            return_logprob=True,
+            logprob_start_len=0,
+            lora_path=ADAPTER_NAME if self._settings.adapter else None,
+            rid=[name],
+        )
+        return [float(logp) for logp, *_ in output["meta_info"]["input_token_logprobs"][1:]]
 
     async def _sglang_idle(self) -> None:
         """Return when all schedulers are idle, without a KV cache.

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
@@ -229,7 +229,7 @@ def _patch_scheduler(
     SGLang would send SIGQUIT to the parent, which would kill the actor silently. The rounds of the event loop are
     counted: SGLang's watchdog counts only forward passes, and sends SIGQUIT. Calls of methods (RPC) are the copies of
     weights to new engines, which all ranks send in the same round, the unmapping of training ranks' weights, and the
-    recording of what the schedulers do. The answer is one that goes to the tokenizer manager, as the leader of every
+    recordings of what the schedulers do and of what their layers give. The answer is one that goes to the tokenizer manager, as the leader of every
     attention group sends it: the socket of SGLang's own answer is only for one.
     """
     from sglang.srt.managers.io_struct import SendWeightsToRemoteInstanceReqOutput
@@ -242,6 +242,7 @@ def _patch_scheduler(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with _exit_with_traceback():
                 super().__init__(*args, **kwargs)
+                self.spans_path = spans_path
                 set_random_seed(
                     deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank)
                 )
@@ -269,47 +270,72 @@ def _patch_scheduler(
 
         def handle_rpc_request(self, recv_req: Any) -> SendWeightsToRemoteInstanceReqOutput:
             with rounds.exempt():
-                reasons = _reasons(_answered(self, recv_req, spans_path))
+                reasons = _reasons(_failure(recv_req.method, self, recv_req.parameters))
             return SendWeightsToRemoteInstanceReqOutput(success=not reasons, message=reasons)
 
     scheduler.Scheduler = PatchedScheduler
 
 
-def _answered(scheduler: Any, call: Any, spans_path: Path) -> str:
-    """Do what a call of a method asks for; why that failed, else ""."""
-    if call.method == "forget_ranks":
-        return _forget_ranks()
-    if call.method == scheduler_spans.METHOD:
-        scheduler_spans.obey(call.parameters["order"], spans_path)
-        return ""
-    return _send_copy(scheduler, call.parameters["message"])
+def _failure(method: str, scheduler: Any, parameters: Mapping[str, Any]) -> str:
+    """Call one of our own methods with its parameters; why that failed, else ""."""
+    try:
+        _METHODS[method](scheduler, **parameters)
+    except Exception as error:
+        traceback.print_exc()
+        return _in_one_line(error)
+    return ""
 
 
-def _send_copy(scheduler: Any, content: str) -> str:
-    """Send this rank's weights to a new engine; why that failed, else "". content: the message as JSON."""
+def _send_copy(scheduler: Any, message: str) -> None:
+    """Send this rank's weights to a new engine. message: as JSON."""
     from sglang.srt.runtime_context import get_serving
 
     from megarl.rollout.sglang import weight_loader
 
-    models = [runner.model for _, runner in scheduler.weight_updater._select_runners()]
-    try:
-        weight_loader.send(models, json.loads(content), int(get_serving().weight_version))
-    except Exception as error:
-        traceback.print_exc()
-        return _in_one_line(error)
-    return ""
+    version = int(get_serving().weight_version)
+    weight_loader.send(_models(scheduler), json.loads(message), version)
 
 
-def _forget_ranks() -> str:
-    """Unmap the weights of the training rank on this GPU; why that failed, else ""."""
+def _forget_ranks(_: Any) -> None:
+    """Unmap the weights of the training rank on this GPU."""
     from megarl.rollout.sglang import weight_loader
 
-    try:
-        weight_loader.forget_ranks()
-    except Exception as error:
-        traceback.print_exc()
-        return _in_one_line(error)
-    return ""
+    weight_loader.forget_ranks()
+
+
+def _begin_layers(scheduler: Any, num_terms: int) -> None:
+    """Record the outputs of layers from now on."""
+    from sglang.srt.distributed import get_tp_group
+
+    from megarl.rollout.sglang.layer_outputs import EngineLayerRecorder
+
+    # of a draft model there is one more
+    target = _models(scheduler)[0]
+    scheduler.layer_recorder = EngineLayerRecorder(target, get_tp_group().rank_in_group, num_terms)
+
+
+def _end_layers(scheduler: Any, folder: str) -> None:
+    """Write what was recorded into this rank's file."""
+    scheduler.layer_recorder.finish(Path(folder))
+    del scheduler.layer_recorder
+
+
+def _record_spans(scheduler: Any, order: scheduler_spans.Order) -> None:
+    """Begin or end to record what this scheduler does."""
+    scheduler_spans.obey(order, scheduler.spans_path)
+
+
+def _models(scheduler: Any) -> list[Any]:
+    return [runner.model for _, runner in scheduler.weight_updater._select_runners()]
+
+
+_METHODS: Mapping[str, Callable[..., None]] = {
+    "send_copy": _send_copy,
+    "forget_ranks": _forget_ranks,
+    "begin_layers": _begin_layers,
+    "end_layers": _end_layers,
+    scheduler_spans.METHOD: _record_spans,
+}
 
 
 def _in_one_line(error: Exception) -> str:

@@ -19,7 +19,8 @@ from megarl.resharding.shards import verify_params
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """The message's keys: shape and engine (verify the map of this rank), scale, refresh (False: derive nothing anew),
     fail_on (a rank, which raises when it has scaled half of its parameters), work_s (seconds to take), slots (fill the
-    adapter's with waves of this height), and rest_in_next_round_s (seconds that the next forward pass takes)."""
+    adapter's with waves of this height), plant (a factor of a parameter's first row: [the end of its name, a rank, the
+    factor]), and rest_in_next_round_s (seconds that the next forward pass takes)."""
     (name, content), *_ = named_tensors
     message = json.loads(bytes(content.tolist()))
     params = list(engine_model.params(model).values())
@@ -30,6 +31,8 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         decoder.register_forward_pre_hook(lambda *_: time.sleep(seconds))
     if "shape" in message:
         verify(model, message["shape"], message["engine"])
+    if plant := message.get("plant"):
+        _plant(model, *plant)
     half = len(params) // 2
     with torch.no_grad():
         for parameter in params[:half]:
@@ -46,6 +49,15 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         engine_model.refresh_derived(model)
     if errors := engine_model.derived_errors(model):
         raise ValueError(errors[0])
+
+
+@torch.no_grad()
+def _plant(model: torch.nn.Module, name: str, rank: int, factor: float) -> None:
+    (parameter,) = [
+        value for key, value in engine_model.params(model).items() if key.endswith(name)
+    ]
+    if dist.get_rank() == rank:
+        parameter[0] *= factor
 
 
 def verify(model: torch.nn.Module, shape: dict, engine: dict) -> None:

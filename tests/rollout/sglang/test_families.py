@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 from megarl.model.hf_config import model_shape
+from megarl.numerics import operations
+from megarl.numerics.differences import compare, first_difference
+from megarl.numerics.parts import OutputPart, read_parts
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.types.sampling import Sampling
 from tests.parallel import checkpoints
+from tests.parallel.test_layer_outputs import ONE_RANK, recorded, sequences
 from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_diff
 from tests.tiny_engines import Reference, write_tokenizer
 
@@ -35,12 +39,19 @@ CASES = {
     "llama tp1": ("llama", EngineLayout(1, 1, 1)),
 }
 
+PLANTED = [
+    ("layers.1.post_attention_layernorm.weight", operations.MLP_NORM, 1),
+    ("layers.2.self_attn.o_proj.weight", operations.ATTENTION, 2),
+    ("layers.3.mlp.gate.weight", operations.ROUTER_LOGITS, 3),
+]
+
 
 class Served:
     """One engine with the checkpoint it serves."""
 
     def __init__(self, case: str, folder: Path, build_engine: Callable[..., Engine]) -> None:
         family, self.layout = CASES[case]
+        self.folder = folder
         self.reference = Reference(
             checkpoints.write(folder, family, mtp_layers=int(family == "deepseek-v3"))
         )
@@ -89,6 +100,44 @@ def test_the_map_describes_the_parameters(served: Served) -> None:
     other = replace(served.shape, hidden_size=served.shape.hidden_size + 1)
     with pytest.raises(EngineError, match="the map needs"):
         served.reshard(shape=asdict(other), engine=asdict(served.layout))
+
+
+def layers_of(served: Served, folder: Path) -> list[OutputPart]:
+    folder.mkdir()
+    tokens = [token_ids_T.tolist() for token_ids_T in sequences()]
+    logprobs = asyncio.run(served.engine.record_layers(folder, tokens, served.layout.tp))
+    assert [len(of_sequence) + 1 for of_sequence in logprobs] == [*map(len, tokens)]
+    return [part for file in sorted(folder.iterdir()) for part in read_parts(file)]
+
+
+def test_the_layers_give_what_those_of_a_training_rank_give(served: Served, tmp_path: Path) -> None:
+    """And where one rank has a wrong weight the operation is named, and the rank."""
+    expected = recorded(served.folder, tmp_path / "rank", ONE_RANK, {})("clean")
+    differences = compare(expected, layers_of(served, tmp_path / "clean"), "float32")
+    assert first_difference(differences) is None
+    named = {(each.layer, each.operation) for each in differences}
+    wanted = {
+        (part.layer, part.operation) for part in expected if part.operation in operations.ORDER
+    }
+    # its log-probabilities are answers; with DP attention a rank has experts' sums of all groups
+    left_out = {operations.LOGPROBS, *({operations.EXPERTS} if served.layout.dp > 1 else ())}
+    assert {operation for _, operation in wanted - named} == left_out
+    if served.layout.dp > 1:  # which of the groups computes a sequence is SGLang's choice
+        return
+    last = served.layout.tp - 1
+    for number, (weight, operation, layer) in enumerate(PLANTED):
+        if operation == operations.ROUTER_LOGITS and not served.shape.num_experts:
+            continue
+        served.reshard(plant=[weight, last, 2.0])
+        found = first_difference(
+            compare(expected, layers_of(served, tmp_path / str(number)), "float32")
+        )
+        served.reshard(plant=[weight, last, 0.5])
+        assert found and (found.layer, found.operation) == (layer, operation)
+        if operation == operations.ATTENTION:  # a sum over the ranks
+            assert found.ranks[1] == (last,)
+        else:  # what every rank has
+            assert found.deviating[1] == ((last,) if last else ())
 
 
 def test_written_parameters_are_used_in_every_form(served: Served) -> None:

@@ -1,0 +1,93 @@
+"""The tokens with which a run's training ranks and engines are compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megarl.config import Recipe
+from megarl.model.tokenizer import load_tokenizer
+from megarl.printable import Say
+from megarl.samples.parquet import open_samples
+from megarl.types import IntArray, UserError
+
+_SEED = 20
+_FEWEST_SEQUENCES = 4
+
+
+def compared_tokens(
+    *,
+    recipe: Recipe,
+    run: Path,
+    samples: Path | None,
+    step: int | None,
+    num_tokens: int,
+    vocab_size: int,
+    say: Say,
+) -> list[IntArray]:
+    """Tokens of the run's own samples, else random ones; each sequence has at most a quarter of all.
+
+    samples: a file in place of the run's samples.jsonl. step: None, the newest. Raises UserError for a file that is
+    none, or has no such step.
+    """
+    longest = max(num_tokens // _FEWEST_SEQUENCES, 2)
+    if samples:
+        found = _of_file(samples, step)
+        source = str(samples)
+    else:
+        found = _of_log(recipe, run / "samples.jsonl", step)
+        source = "samples.jsonl"
+    if not found:
+        rng = np.random.default_rng(_SEED)
+        found = [rng.integers(0, vocab_size, longest) for _ in range(_FEWEST_SEQUENCES)]
+        source = "random tokens, as the run has no samples"
+    cut = []
+    room = num_tokens
+    for token_ids_T in found:
+        kept_T = np.asarray(token_ids_T, np.int64)[: min(longest, room)]
+        room -= len(kept_T)
+        if len(kept_T):
+            cut.append(kept_T)
+    say(f"{sum(map(len, cut))} tokens in {len(cut)} sequences, from {source}")
+    return cut
+
+
+def _of_file(path: Path, step: int | None) -> list[IntArray]:
+    """Raises UserError where there is none, or none of the step."""
+    file = open_samples(path)
+    number = step or file.num_steps
+    if number > file.num_steps:
+        raise UserError(
+            "--samples",
+            f"{path} has {file.num_steps} steps, and none {number}",
+            "name another file",
+        )
+    return [
+        np.concatenate([np.asarray(row.prompt_ids, np.int64), row.response_ids_T])
+        for group in file.groups(number)
+        for row in group.samples[0].rows[:1]
+    ]
+
+
+def _of_log(recipe: Recipe, path: Path, step: int | None) -> list[IntArray]:
+    """The texts of a run's samples, tokenised: those of the step, or of the newest that has some."""
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    newest = max((line["step"] for line in lines), default=0)
+    texts = [
+        f"{line.get('prompt', '')}{line.get('response', '')}"
+        for line in lines
+        if line["step"] == (step or newest)
+    ]
+    tokenizer = load_tokenizer(recipe.model.path)
+    return [np.asarray(tokenizer(text)["input_ids"], np.int64) for text in texts if text]
