@@ -178,7 +178,10 @@ def _difference(key: tuple[int, str], pair: Pair, tolerance: Tolerance) -> Diffe
         feature=int(feature),
         num_differing=int(differs_TF.any(1).sum()),
         num_tokens=int(is_known_T.sum()),
-        ranks=(by_terms[0] or ranks[0], by_terms[1] or ranks[1]),
+        ranks=(
+            ours.deviating or by_terms[0] or ranks[0],
+            theirs.deviating or by_terms[1] or ranks[1],
+        ),
         deviating=(ours.deviating, theirs.deviating),
     )
 

@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, TrainLayout, list[Fault]]] = {
     "cp2 dp2": (
         "qwen3-moe",
         TrainLayout(4, 1, 1, 1, cp=2),
-        [Fault("layers.3.mlp.router.weight", 3, 3, operations.ROUTER_LOGITS, (), (3,))],
+        [Fault("layers.3.mlp.router.weight", 3, 3, operations.ROUTER_LOGITS, (3,), (3,))],
     ),
     "cp auto": ("qwen3-moe", TrainLayout(2, 1, 1, 1, max_cp=2), []),
 }
