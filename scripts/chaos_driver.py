@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster import actor
-from megarl.cluster.actor import Pulses, Worker
+from megarl.cluster.actor import Worker
+from megarl.cluster.pulses import Pulses
 from megarl.tracking.run_log import Record
 
 _PERIOD_S = 1.0

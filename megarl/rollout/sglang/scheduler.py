@@ -229,8 +229,8 @@ def _patch_scheduler(
     SGLang would send SIGQUIT to the parent, which would kill the actor silently. The rounds of the event loop are
     counted: SGLang's watchdog counts only forward passes, and sends SIGQUIT. Calls of methods (RPC) are the copies of
     weights to new engines, which all ranks send in the same round, the unmapping of training ranks' weights, and the
-    recordings of what the schedulers do and of what their layers give. The answer is one that goes to the tokenizer manager, as the leader of every
-    attention group sends it: the socket of SGLang's own answer is only for one.
+    recordings of what the schedulers do and of what their layers give. The answer is one that goes to the tokenizer
+    manager, as the leader of every attention group sends it: the socket of SGLang's own answer is only for one.
     """
     from sglang.srt.managers.io_struct import SendWeightsToRemoteInstanceReqOutput
     from sglang.srt.runtime_context import get_parallel
