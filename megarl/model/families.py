@@ -27,7 +27,9 @@ class Family:
     fields: reads the fields of ModelShape that not every family has, from the file and the fields that every family
     has. constants: fields of ModelShape that the architecture decides and no key of config.json. has_experts: some
     layers have routed experts. has_grouped_router: DeepSeek-V3's, which chooses groups of experts first and normalises
-    sigmoid scores. has_yarn: rotary positions may be YaRN's.
+    sigmoid scores. has_yarn: rotary positions may be YaRN's. rotary_share: of each head's width, what rotary positions
+    turn where config.json has no partial_rotary_factor; None: the family turns all of it. own_keys: the keys that
+    `fields` reads, and that other families have with one value alone.
     """
 
     fields: Callable[[ConfigFile, Mapping[str, int]], dict[str, Any]]
@@ -35,6 +37,8 @@ class Family:
     has_experts: bool = False
     has_grouped_router: bool = False
     has_yarn: bool = False
+    rotary_share: float | None = None
+    own_keys: frozenset[str] = frozenset()
 
 
 def dense(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
@@ -57,12 +61,44 @@ def latent_mixture(config: ConfigFile, common: Mapping[str, int]) -> dict[str, A
     return {
         "num_kv_heads": common["num_heads"],
         "head_dim": mla["v_dim"],
+        **_sparse_after_dense(config, default_dense=0),
+        "mla": MlaShape(config.optional_integer("q_lora_rank"), **mla),
+    }
+
+
+def glm_mixture(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
+    """Grouped-query attention with biases, and layers as those of `latent_mixture`.
+
+    GLM-4.5 has norms of queries and keys, GLM-4.5-Air has none.
+    """
+    return {
+        **_grouped_query(config, common),
+        **_sparse_after_dense(config, default_dense=1),
+        "qk_norm": config.truth("use_qk_norm"),
+        "qkv_bias": config.truth("attention_bias"),
+    }
+
+
+def glm_latent_mixture(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
+    """As `latent_mixture`; transformers 5 names the kind of each layer's MLP in place of the number of dense ones."""
+    kinds = config.texts("mlp_layer_types")[: common["num_layers"]]  # MTP layers follow
+    if not kinds:
+        return latent_mixture(config, common)
+    num_dense = kinds.count("dense")
+    if kinds != ["dense"] * num_dense + ["sparse"] * (common["num_layers"] - num_dense):
+        problem = f"mlp_layer_types is {kinds!r:.60}"
+        raise config.error(problem, "use a checkpoint whose dense layers are its first ones")
+    return latent_mixture(config, common) | {"num_dense_layers": num_dense}
+
+
+def _sparse_after_dense(config: ConfigFile, *, default_dense: int) -> dict[str, int]:
+    """Dense layers, then routed and shared experts, then multi-token prediction."""
+    return {
         **_experts(config),
-        "num_dense_layers": config.integer("first_k_dense_replace", default=0, least=0),
+        "num_dense_layers": config.integer("first_k_dense_replace", default=default_dense, least=0),
         "ffn_size": config.integer("intermediate_size"),
         "num_shared_experts": config.integer("n_shared_experts", default=0, least=0),
         "num_mtp_layers": config.integer("num_nextn_predict_layers", default=0, least=0),
-        "mla": MlaShape(config.optional_integer("q_lora_rank"), **mla),
     }
 
 
@@ -90,6 +126,25 @@ FAMILIES: dict[str, Family] = {  # by the name of the architecture; Kimi-K2 name
         has_experts=True,
         has_grouped_router=True,
         has_yarn=True,
+    ),
+    "Glm4MoeForCausalLM": Family(  # GLM-4.5, 4.5-Air, 4.6, 4.7
+        glm_mixture,
+        {"router_bias": True, "has_wide_router": True, "splits_shared": True},
+        has_experts=True,
+        has_grouped_router=True,
+        rotary_share=0.5,
+        own_keys=frozenset({"attention_bias"}),
+    ),
+    "Glm4MoeLiteForCausalLM": Family(  # GLM-4.7-Flash
+        glm_latent_mixture,
+        {
+            "router_bias": True,
+            "qk_norm": False,
+            "has_wide_router": True,
+            "splits_shared": True,
+        },
+        has_experts=True,
+        has_grouped_router=True,
     ),
     "Qwen2ForCausalLM": Family(dense, {"qk_norm": False, "qkv_bias": True}),
     "Qwen3ForCausalLM": Family(dense),

@@ -65,6 +65,7 @@ class HfFacts:
     rope_theta: float
     norm_topk_prob: bool
     max_positions: int
+    rotary_share: float = 1.0  # of each head's width, what rotary positions turn
     yarn: Yarn | None = None
     num_groups: int | None = None  # of experts, of which a token chooses top_groups
     top_groups: int | None = None
@@ -151,7 +152,7 @@ def _opened(path: str | Path) -> tuple[ConfigFile, Family, bool]:
 
 
 def _shape(config: ConfigFile, family: Family) -> ModelShape:
-    _refuse_variants(config)
+    _refuse_variants(config, family)
     quantisation(config)
     common = {field: config.integer(key) for field, key in _COMMON_INTEGERS.items()}
     fields: dict[str, Any] = {**common, **family.fields(config, common), **family.constants}
@@ -164,10 +165,10 @@ def _shape(config: ConfigFile, family: Family) -> ModelShape:
     return shape
 
 
-def _refuse_variants(config: ConfigFile) -> None:
+def _refuse_variants(config: ConfigFile, family: Family) -> None:
     for key, supported in _SUPPORTED.items():
         value = config.content.get(key)
-        if value is not None and value != supported:
+        if key not in family.own_keys and value is not None and value != supported:
             hint = f"use a checkpoint where it is {json.dumps(supported)}"
             raise config.error(f"{key} is {json.dumps(value):.60}", hint)
     kinds = set(config.texts("layer_types")) - {"full_attention"}
@@ -187,6 +188,7 @@ def _facts(config: ConfigFile, family: Family) -> HfFacts:
         rope_theta=with_theta.number("rope_theta", 10_000.0, most=1e12),
         norm_topk_prob=config.truth("norm_topk_prob"),
         max_positions=config.integer("max_position_embeddings", default=32_768),
+        rotary_share=_rotary_share(with_theta, family),
         yarn=_yarn(rope, family),
         num_groups=config.optional_integer("n_group"),
         top_groups=config.optional_integer("topk_group"),
@@ -194,6 +196,15 @@ def _facts(config: ConfigFile, family: Family) -> HfFacts:
         dtype=dtype if dtype in _WIDER else HfFacts.dtype,
         quantisation=quantisation(config),
     )
+
+
+def _rotary_share(config: ConfigFile, family: Family) -> float:
+    """Raises UserError where a family would turn a part of its heads that turns all of them."""
+    key = "partial_rotary_factor"
+    share = config.number(key, family.rotary_share or 1.0, most=1.0)
+    if family.rotary_share is None and share != 1.0:
+        raise config.error(f"{key} is {share:g}", "use a checkpoint where it is 1")
+    return share
 
 
 def _refuse_routing(config: ConfigFile, family: Family) -> None:

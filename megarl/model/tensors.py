@@ -1,7 +1,8 @@
 """The logical tensors of a model: the names and shapes of its HF checkpoint.
 
-Families: Qwen3MoeForCausalLM, DeepseekV3ForCausalLM (V3, R1, Kimi-K2), Qwen2ForCausalLM, Qwen3ForCausalLM,
-LlamaForCausalLM. The multi-token prediction layers follow the decoder's layers (DeepSeek-V3's README_WEIGHTS.md).
+Families: Qwen3MoeForCausalLM, DeepseekV3ForCausalLM (V3, R1, Kimi-K2), Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM,
+Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM. The multi-token prediction layers follow the decoder's layers
+(DeepSeek-V3's README_WEIGHTS.md).
 """
 
 from __future__ import annotations

@@ -289,6 +289,7 @@ def build_chunks(
             post_process=last,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
+            rotary_percent=facts.rotary_share,
             rotary_base=facts.rope_theta,  # type: ignore[arg-type]
             mtp_block_spec=mtp,
             vp_stage=chunk if layout.vpp > 1 else None,

@@ -66,10 +66,10 @@ class EngineLayout:
             return self.attention_tp
         return self.tp
 
-    @property
-    def shared_ranks(self) -> int:
+    def shared_ranks(self, shape: ModelShape) -> int:
         """Ranks that split the shared experts."""
-        return 1 if self.whole_shared else self.tp
+        is_whole = self.deepep or (self.whole_shared and not shape.splits_shared)
+        return 1 if is_whole else self.tp
 
     def member(self, slot: int) -> tuple[int, int] | None:
         """(engine, TP rank) of a GPU slot; None where there is no engine."""
@@ -199,7 +199,7 @@ class EngineLayout:
         widths = [
             (shape.ffn_size if shape.num_dense_layers else 0, self.dense_ranks, "a dense layer"),
             (shape.moe_ffn_size if shape.num_experts else 0, self.moe_tp, "an expert"),
-            (shared, self.shared_ranks, "the shared experts"),
+            (shared, self.shared_ranks(shape), "the shared experts"),
         ]
         return [row for row in widths if row[0]]
 

@@ -223,7 +223,7 @@ class EngineSpeed:
         chosen = 2 * shape.num_sparse_layers * shape.experts_per_token * self._expert_size
         flops = running * (self._token_flops - chosen) / layout.tp
         # each rank computes them for all gathered tokens
-        if layout.whole_shared and not layout.deepep:
+        if layout.shared_ranks(shape) == 1 and not layout.deepep:
             flops += running * shared * (1 - 1 / layout.tp)
         return max(self.other_bytes / self.hardware.hbm_reached_per_s, flops / self._flops_per_s)
 

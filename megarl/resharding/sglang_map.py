@@ -1,7 +1,7 @@
 """The weight map of the engines' ranks: the parameters of SGLang 0.5.21's models.
 
-Families: Qwen3MoeForCausalLM, DeepseekV3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM. Facts from
-sglang/srt:
+Families: Qwen3MoeForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM, Qwen2ForCausalLM,
+Qwen3ForCausalLM, LlamaForCausalLM. Facts from sglang/srt:
 - layers/linear.py: `qkv_proj` has the rank's query heads, then its key heads, then its value heads; with fewer
   key/value heads than ranks neighbours have the same head. `gate_up_proj` is [gate; up].
 - layers/moe/fused_moe_triton/layer.py: `w13_weight` is [experts, gate; up, hidden], `w2_weight` [experts, hidden,
@@ -15,9 +15,10 @@ sglang/srt:
   experts are (models/deepseek_v2.py).
 - layers/quantization/fp8.py: `<weight>_scale_inv` has one float32 for each 128 x 128 tile of a weight. (The scales
   of the KV cache are no weights: engine_model.py writes them.)
-- models/deepseek_nextn.py: the draft model is one multi-token prediction layer, `model.decoder`, split as the decoder's
-  layers with experts; eh_proj is whole, and never fp8. Its embedding and output layer are the target model's own
-  parameters. A parameter of the draft model has the name that `engine_model.joined` gives it.
+- models/deepseek_nextn.py and those of the other families: the draft model is one multi-token prediction layer,
+  `model.decoder`, split as the decoder's layers with experts; eh_proj is whole, and never fp8. Its embedding and output
+  layer are the target model's own parameters. A parameter of the draft model has the name that `engine_model.joined`
+  gives it.
 Without drafts the engine does not load the multi-token prediction layer.
 """
 
@@ -282,7 +283,9 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
     stack = prefix + "experts.{}."
     param = prefix + "experts."
     gate = prefix + "gate."
-    yield EVERYONE, Shard(gate + "weight", (0, shape.num_experts), hidden, gate + "weight")
+    dtype = "float32" if shape.has_wide_router else ""
+    router = Shard(gate + "weight", (0, shape.num_experts), hidden, gate + "weight", dtype=dtype)
+    yield EVERYONE, router
     if shape.router_bias:
         bias = gate + "e_score_correction_bias"
         yield EVERYONE, Shard(bias, (0, shape.num_experts), (0, 1), bias, dtype="float32")
@@ -300,4 +303,4 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
     if shape.num_shared_experts:
         width = shape.num_shared_experts * ffn
         prefix = prefix + "shared_experts."
-        yield from _mlp(prefix, engine, shape.hidden_size, width, engine.shared_ranks)
+        yield from _mlp(prefix, engine, shape.hidden_size, width, engine.shared_ranks(shape))

@@ -28,7 +28,11 @@ from tests.parallel.checkpoints import write
 from tests.parallel.precision import within
 from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, run_ranks, run_world
 
-SPARSE, DENSE = ("qwen3-moe", "deepseek-v3"), ("qwen3", "qwen2", "llama")
+SPARSE, DENSE = (
+    ("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite"),
+    ("qwen3", "qwen2", "llama"),
+)
+GLM = ("glm4-moe", "glm4-moe without norms", "glm4-moe-lite")
 # of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
 EVERY_LAYOUT = {
     "one rank": TrainLayout(1, 1, 1, 1),
@@ -47,6 +51,7 @@ DENSE_LAYOUTS = {"kv heads < tp4": TrainLayout(4, 4, 1, 1), "tp2 pp2": TrainLayo
 # In the others a rank loads its weights through the map, too: tests/parallel/test_parity.py and test_lora.py by day.
 BY_DAY = [(family, "kv heads < tp4") for family in DENSE]
 BY_DAY += [("qwen3", "uneven vpp2"), ("qwen3-moe", "uneven vpp2")]
+BY_DAY += [("glm4-moe", "tp2 pp2 ep2"), ("glm4-moe-lite", "tp2 pp2 ep2")]
 CASES = [
     pytest.param(
         family,
@@ -62,7 +67,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("families")
-    mtp = {"deepseek-v3": 1}
+    mtp = {"deepseek-v3": 1, "glm4-moe": 1, "glm4-moe-lite": 1}
     yield {
         family: write(folder / family, family, mtp_layers=mtp.get(family, 0))
         for family in SPARSE + DENSE
@@ -146,8 +151,8 @@ def check_logprobs(path: Path, expected: list[np.ndarray]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", (*DENSE, *GLM))
 def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
-    """On one rank, which every layout equals (tests/parallel); of the sparse families test_reference.py."""
+    """On one rank, which every layout equals (tests/parallel); of the other sparse families test_reference.py."""
     path = write(tmp_path, family)
     check_logprobs(path, transformers_logprobs(path))

@@ -44,6 +44,15 @@ LATENT: Mapping[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
+GLM: Mapping[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
 # family -> transformers' class, what it adds to COMMON
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-moe": (
@@ -69,6 +78,21 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "topk_group": 2,
             "routed_scaling_factor": 2.5,
             "norm_topk_prob": True,
+        },
+    ),
+    "glm4-moe": ("Glm4Moe", {**GLM, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
+    "glm4-moe without norms": (
+        "Glm4Moe",
+        {**GLM, "head_dim": 32, "attention_bias": True, "use_qk_norm": False},
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {
+            **LATENT,
+            **GLM,
+            "num_key_value_heads": 4,
+            "rope_parameters": None,
+            "mlp_layer_types": None,
         },
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
@@ -101,7 +125,9 @@ def write(
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if family == "deepseek-v3":
-        config |= DEEPSEEK_FIELDS | {"num_nextn_predict_layers": mtp_layers}
+        config |= DEEPSEEK_FIELDS
+    if "n_routed_experts" in config:
+        config |= {"num_nextn_predict_layers": mtp_layers}
     if mtp_layers:
         config["num_hidden_layers"] -= mtp_layers
         _add_mtp_tensors(folder / "model.safetensors", config["num_hidden_layers"], mtp_layers)

@@ -33,7 +33,18 @@ TIMEOUT_S = 500
 # Packages of kernels that SGLang imports on a GPU. Building a model calls none of them.
 KERNELS = {"deep_ep", "deep_gemm", "flash_attn", "flashinfer", "sgl_kernel", "triton_kernels"}
 # files of sglang/srt/models
-MODELS = {"deepseek_v2", "deepseek_nextn", "qwen3_moe", "qwen3", "qwen2", "llama"}
+MODELS = {
+    "deepseek_v2",
+    "deepseek_nextn",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm4_moe_lite_nextn",
+    "glm4_moe_nextn",
+    "qwen3_moe",
+    "qwen3",
+    "qwen2",
+    "llama",
+}
 GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
 
 

@@ -62,6 +62,18 @@ CONFIGS = {
         vocab_size=128256, tie_word_embeddings=False,
     ),
 }  # fmt: skip
+GLM_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "attention_bias": False,
+    "partial_rotary_factor": None, "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536,
+    "num_attention_heads": 20, "num_key_value_heads": 20, "n_routed_experts": 64, "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "head_dim": 64, "qk_nope_head_dim": 192, "vocab_size": 154880,
+}  # fmt: skip
+CONFIGS |= {
+    "glm-4.5-air": published("glm-4.5-air"),
+    "glm-4.6": published("glm-4.6", first_k_dense_replace=1),
+    "glm-4.7-flash": {**published("glm-4.5-air"), **GLM_FLASH},
+}  # fmt: skip
 DENSE, SHARED, HEAD = {"whole_dense": True}, {"whole_shared": True}, {"group_head": True}
 WHOLE = {**DENSE, **SHARED, **HEAD}
 DEEPEP = {**WHOLE, "deepep": True}
@@ -88,13 +100,29 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
     "qwen3-235b-a22b": [
         layout(8, 8, 8), layout(16, 16, 4), layout(16, 16, 4, **DEEPEP), layout(32, 32, 8, **HEAD),
     ],
+    "glm-4.5-air": [layout(8, 4, 4, **DENSE, **HEAD), layout(8, 8, 8, draft=1, **DEEPEP)],
+    "glm-4.6": [layout(16, 16, 4, **WHOLE), layout(32, 32, 8, draft=1, **DEEPEP)],
+    "glm-4.7-flash": [layout(4, 4), layout(4, 4, 4, **DEEPEP)],
     "qwen2.5-32b": [layout(8), layout(4)],
     "qwen3, padded vocabulary": [layout(2), layout(4)],
     "llama-3.1-8b": [layout(8), layout(16)],
 }  # fmt: skip
-CUT_TILES = {"deepseek-v3": layout(32, 32, 8), "moonlight": layout(4, 2)}
+CUT_TILES = {
+    "deepseek-v3": [layout(32, 32, 8)],
+    "moonlight": [layout(4, 2)],
+    "glm-4.5-air": LAYOUTS["glm-4.5-air"],  # a dense layer's width is 85.5 tiles
+    "glm-4.6": LAYOUTS["glm-4.6"][:1],
+    "glm-4.7-flash": LAYOUTS["glm-4.7-flash"][:1],
+}
 # of a layer
-CACHE_SCALES = {"deepseek-v3": 4, "kimi-k2": 4, "moonlight": 4, "qwen2.5-32b": 2, "llama-3.1-8b": 2}
+CACHE_SCALES = {
+    "deepseek-v3": 4,
+    "kimi-k2": 4,
+    "moonlight": 4,
+    "glm-4.7-flash": 4,
+    "qwen2.5-32b": 2,
+    "llama-3.1-8b": 2,
+}
 
 
 class Case(NamedTuple):
@@ -123,7 +151,7 @@ def cases() -> list[Case]:
         for engine in layouts
         for fp8 in (False, True)
         for rank in sorted({0, engine.tp // 2, engine.tp - 1})
-        if not (fp8 and CUT_TILES.get(model) == engine)
+        if not (fp8 and engine in CUT_TILES.get(model, ()))
     ]
 
 
@@ -194,7 +222,7 @@ class Models:
         )
         requests += [
             Request(paths[model], replace(engine, fp8=True), 0)
-            for model, engine in CUT_TILES.items()
+            for model, (engine, *_) in CUT_TILES.items()
         ]
         small = {name: write_config(folder / name, config) for name, config in SMALL_MODELS.items()}
         requests += [
@@ -307,7 +335,7 @@ def test_another_layout_than_the_engines_is_refused(
 
 @pytest.mark.parametrize("model", CUT_TILES)
 def test_a_cut_tile_is_refused_by_us_before_sglang_refuses_it(models: Models, model: str) -> None:
-    engine = replace(CUT_TILES[model], fp8=True)
+    engine = replace(CUT_TILES[model][0], fp8=True)
     assert engine.errors(models.shapes[model], engine.tp)
     assert "is not divisible by weight quantization block" in models.cut[model].error
 
