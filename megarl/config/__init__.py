@@ -64,6 +64,9 @@ class RunConfig(Branch):
     """Project of W&B and experiment of MLflow; null: the clients' own variable, or `megarl`."""
     sample_log_count: Whole = 8
     """Samples of each step that are written to `samples.jsonl`."""
+    sample_log_tokens: Whole = 512
+    """Tokens of each row of these samples, from its response's first on, that are written with the log-probabilities of
+    the engine and of the trainer; 0: none."""
     timeout_s: RunSeconds = 600.0
     """Seconds of silence after which the run ends and names the process.
 

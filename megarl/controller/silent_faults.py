@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megarl.controller.run import Run, Step, TrainingRun
+from megarl.tracking.metrics import age_metrics
 from megarl.types import SilentFault
 
 
@@ -21,11 +22,16 @@ def step_of_faults(run: TrainingRun, step: int) -> Iterator[None]:
         raise fault.in_step(step, may_repeat=may_repeat) from None
 
 
-def compare_engines(run: Run, step: Step) -> None:
-    """Compare the engines by the rows that the step has trained on. Raises SilentFault for one out of its band."""
-    is_sampled = step.collected is not None and step.trained is not None
-    if not is_sampled or len(run.fleet.engines.processes.engines) < 2:
+def compare_logprobs(run: Run, step: Step) -> None:
+    """Record how far the engines' log-probabilities are from the trainer's in the rows that the step has trained on.
+
+    Raises SilentFault for an engine out of its band.
+    """
+    if step.collected is None or step.trained is None:
         return
     rows = run.fleet.trainers.row_diffs()
-    groups = step.groups.summaries
-    step.record.add(run.engine_watch.look(groups, rows, run.fleet.version))
+    version = run.fleet.version
+    step.record.add(age_metrics(rows.by_age(version)))
+    step.record.tokens(rows.shown)
+    if len(run.fleet.engines.processes.engines) > 1:
+        step.record.add(run.engine_watch.look(step.groups.summaries, rows, version))

@@ -21,7 +21,7 @@ from megarl.controller.samples import (
     with_overlong_penalty,
     with_scores,
 )
-from megarl.controller.silent_faults import compare_engines, step_of_faults
+from megarl.controller.silent_faults import compare_logprobs, step_of_faults
 from megarl.controller.step_rollout import StepRollout
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
@@ -186,7 +186,7 @@ def learn(run: Run, step: Step) -> Step:
             step = learn_from_groups(run, step)
         else:
             step = _learn_repeatably(run, advantages(run, step), run.repetition)
-        compare_engines(run, step)
+        compare_logprobs(run, step)
     return step
 
 

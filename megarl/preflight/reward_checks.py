@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megarl.config import Recipe, RewardConfig
 from megarl.isolation.http_service import url_errors
 from megarl.isolation.sandbox import sandbox_errors
-from megarl.rollout.reward_workers.by_source import DEFAULT, RewardWorkers, reward_specs, source_of
+from megarl.rollout.reward_workers.by_source import DEFAULT, RewardWorkers, reward_specs, scored_as
 from megarl.rollout.reward_workers.reward_process import RewardSpec
 from megarl.rollout.rewards import SANDBOX_HINT, WHERE, describe_failure
 from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserError, episode_dict
@@ -35,7 +35,7 @@ def reward_errors(
     yield from _source_errors(reward, prompts)
     for source in reward_specs(reward, recipe.run.timeout_s):
         first = next(
-            (prompt for prompt in prompts if source_of(reward, prompt.row) == source), None
+            (prompt for prompt in prompts if scored_as(reward, prompt.row) == source), None
         )
         yield from _function_errors(
             _only(reward, source),
@@ -78,7 +78,7 @@ def _source_errors(reward: RewardConfig, prompts: Sequence[Prompt]) -> ErrorIter
     """Rows whose source has no reward function, where there is none for all other rows either."""
     if reward.function is not None or not reward.by_source:
         return
-    unknown = [prompt for prompt in prompts if source_of(reward, prompt.row) == DEFAULT]
+    unknown = [prompt for prompt in prompts if scored_as(reward, prompt.row) == DEFAULT]
     if not unknown:
         return
     first = unknown[0]

@@ -11,6 +11,7 @@ from megarl.report.planned import Planned
 from megarl.report.recipe_rows import recipe_rows
 from megarl.report.run_files import FolderContents, columns
 from megarl.report.sample_file import FileSamples
+from megarl.report.token_texts import TokenTexts
 from megarl.tracking.health import Health
 from megarl.tracking.secrets import redacted, without_secrets
 from megarl.types.json_objects import JsonObject
@@ -31,8 +32,8 @@ def run_data(
     """
     recipe = run.recipe
     planned_figures = planned_figures or Planned()
-    samples = file_samples.samples if file_samples else [_sample(sample) for sample in run.samples]
-    file_samples = file_samples or FileSamples()
+    if file_samples is None:
+        file_samples = _logged_samples(run)
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -42,7 +43,7 @@ def run_data(
             redacted(note) for note in run.notes + planned_figures.notes + file_samples.notes
         ],
         "metrics": columns(run.records),
-        "samples": samples,
+        "samples": file_samples.samples,
         "expert_load": file_samples.expert_load,
         "losses": None
         if run.losses is None
@@ -71,10 +72,32 @@ def _signs(run: FolderContents) -> list[str]:
     return signs
 
 
-def _sample(sample: JsonObject) -> JsonObject:
-    """A line of samples.jsonl; what it has of an episode stands beside the rest."""
+def _logged_samples(run: FolderContents) -> FileSamples:
+    """The lines of samples.jsonl."""
+    texts = None
+    if run.recipe and any(sample.get("rows") for sample in run.samples):
+        texts = TokenTexts(run.recipe.model.path)
+    samples = [_sample(sample, texts) for sample in run.samples]
+    return FileSamples(samples=samples, notes=texts.notes if texts else [])
+
+
+def _sample(sample: JsonObject, texts: TokenTexts | None) -> JsonObject:
+    """A line of samples.jsonl; what it has of an episode stands beside the rest, and tokens have their texts."""
+    flat = {name: value for name, value in sample.items() if name not in ("episode", "rows")}
+    if texts:
+        flat["rows"] = [_row(row, texts) for row in sample.get("rows", ())]
     episode: Any = sample.get("episode")
     if not isinstance(episode, dict):
-        return sample
-    flat = {name: value for name, value in sample.items() if name != "episode"}
+        return flat
     return episode | flat
+
+
+def _row(row: JsonObject, texts: TokenTexts) -> JsonObject:
+    """As of `file_samples`, with the trainer's log-probabilities."""
+    return {
+        "tokens": texts.of(row["token_ids"]),
+        "logp": row["engine_logp"],
+        "trainer_logp": row["trainer_logp"],
+        "trained": row["trained"],
+        "parts": row["parts"],
+    }

@@ -22,6 +22,8 @@ _DIGITS = 6  # of a number on the page
 MOST_SAMPLE_BYTES = 64 * 1024 * 1024  # on a page, as lines of samples.jsonl
 _LAST_STEP = 2**63
 _DEEPEST = 100  # of a sample's JSON
+_MOST_ID = 2**53  # of whole numbers that a browser reads exactly
+_MOST_RECORDS = 5000  # on a page
 
 
 @dataclass
@@ -86,7 +88,16 @@ def _records(file: Path, notes: list[str]) -> list[JsonObject]:
     errors: list[UserError] = []
     lines = read_lines(file, _LAST_STEP, errors)
     notes += [f"{error}: the records from there on are left out" for error in errors]
-    return [{name: _floatable(value) for name, value in record.items()} for _, record in lines]
+    every = math.ceil(len(lines) / _MOST_RECORDS)
+    if every > 1:
+        notes.append(
+            f"metrics.jsonl is long: one of {every} records is shown, and each evaluation and the last record"
+        )
+    return [
+        {name: _floatable(value) for name, value in record.items()}
+        for number, (_, record) in enumerate(lines)
+        if number % every == 0 or number == len(lines) - 1 or "eval/accuracy" in record
+    ]
 
 
 def _floatable(value: float | None) -> float | None:
@@ -133,19 +144,50 @@ def _parsed(line: bytes) -> JsonObject | None:
 def _is_sample(value: Any) -> bool:
     match value:
         case {"step": int(), "prompt": str(), "response": str(), "reward": int() | float() | None}:
-            return _is_showable(value) and _is_showable(value.get("episode"))
+            rows = value.get("rows", [])
+            return (
+                _is_showable(value.get("episode"))
+                and _are_turns(value)
+                and isinstance(rows, list)
+                and all(_is_row(row) for row in rows)
+            )
     return False
 
 
-def _is_showable(value: Any) -> bool:
-    """Whether the page can show a sample, or its episode: turns, if there are any, and their calls are objects.
+def _is_row(value: Any) -> bool:
+    """Whether it is the tokens of a row, as `row_diffs.shown_tokens` makes them."""
+    match value:
+        case {
+            "token_ids": list(token_ids),
+            "engine_logp": list(engine_logp),
+            "trainer_logp": list(trainer_logp),
+            "trained": list(trained),
+            "parts": list(parts),
+        }:
+            arrays = (token_ids, engine_logp, trainer_logp, trained)
+            whole = [*token_ids, *trained, *(number for part in parts for number in _pair(part))]
+            return (
+                len({len(array) for array in arrays}) == 1
+                and all(isinstance(number, int) and abs(number) < _MOST_ID for number in whole)
+                and all(isinstance(number, int | float) for number in engine_logp + trainer_logp)
+            )
+    return False
 
-    `rows`, which a file of `megarl rollout` has and no line of samples.jsonl, would be taken for tokens.
-    """
+
+def _pair(part: Any) -> list[Any]:
+    """A version and its number of tokens; of anything else what is no number."""
+    return part if isinstance(part, list) and len(part) == 2 else [part]
+
+
+def _is_showable(value: Any) -> bool:
+    """Whether the page can show an episode; its fields stand beside the sample's, whose `rows` it must not replace."""
     if not isinstance(value, dict):
         return True
-    if "rows" in value:
-        return False
+    return "rows" not in value and _are_turns(value)
+
+
+def _are_turns(value: JsonObject) -> bool:
+    """Whether the turns, if there are any, and their calls are objects."""
     turns = value.get("turns")
     if not isinstance(turns, list):
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.model.tokenizer import load_tokenizer
 from megarl.printable import json_line
 from megarl.report.run_files import MOST_SAMPLE_BYTES
+from megarl.report.token_texts import TokenTexts
 from megarl.samples.parquet import open_samples
 from megarl.samples.summaries import source_of
-from megarl.types import Row, SampleGroup, UserError, episode_dict
+from megarl.types import Row, SampleGroup, episode_dict
 from megarl.types.json_objects import JsonObject
 
 _MOST_TOKENS = 2_000_000  # on a page; of further samples the text alone is shown
@@ -44,7 +44,7 @@ def file_samples(path: Path, recipe: Recipe) -> FileSamples:
     recipe: of its run, for the tokenizer. Raises UserError for no or a damaged file.
     """
     file = open_samples(path)
-    texts = _TokenTexts(recipe.model.path)
+    texts = TokenTexts(recipe.model.path)
     result = FileSamples(notes=texts.notes)
     load = _ExpertLoad()
     shown = _BoundedSamples(MOST_SAMPLE_BYTES)
@@ -121,7 +121,7 @@ def _line(step: int, number: int, group: SampleGroup, index: int, source_column:
     return line
 
 
-def _tokens(row: Row, texts: _TokenTexts) -> JsonObject:
+def _tokens(row: Row, texts: TokenTexts) -> JsonObject:
     """tokens: their texts; logp: by the engine, 0 where trained (whether the model sampled it) is 0; parts: version and
     tokens of each."""
     return {
@@ -130,30 +130,6 @@ def _tokens(row: Row, texts: _TokenTexts) -> JsonObject:
         "trained": row.trained_T.astype(int).tolist(),
         "parts": [[part.version, part.num_tokens] for part in row.parts],
     }
-
-
-class _TokenTexts:
-    """The text of each token by its id; where the run's tokenizer is gone, the ids."""
-
-    def __init__(self, model_path: str) -> None:
-        self.notes: list[str] = []
-        self._texts: dict[int, str] = {}
-        self._tokenizer: Any = None
-        try:
-            self._tokenizer = load_tokenizer(model_path)
-        except UserError as error:
-            self.notes.append(f"tokens are shown by their numbers: {error}")
-
-    def of(self, token_ids: Iterable[int]) -> list[str]:
-        return [self._text(token_id) for token_id in token_ids]
-
-    def _text(self, token_id: int) -> str:
-        if token_id not in self._texts:
-            text = f"[{token_id}]"
-            if self._tokenizer is not None:
-                text = self._tokenizer.decode([token_id])
-            self._texts[token_id] = text
-        return self._texts[token_id]
 
 
 class _ExpertLoad:

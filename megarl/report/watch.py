@@ -6,6 +6,7 @@ other sites in the same browser, do not know it.
 
 from __future__ import annotations
 
+import gzip
 import hmac
 import secrets
 import sys
@@ -25,6 +26,7 @@ from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
 
 _TOKEN_BYTES = 32
+_LARGE_BYTES = 4096  # from which an answer is sent compressed
 _RECIPE = "recipe.yaml"
 _FILES = ("metrics.jsonl", "samples.jsonl", "losses.jsonl", _RECIPE)
 _HEADERS: Mapping[str, str] = {
@@ -159,6 +161,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, kind: str, text: str, **headers: str) -> None:
         body = text.encode()
+        if "gzip" in self.headers.get("Accept-Encoding", "") and len(body) > _LARGE_BYTES:
+            body = gzip.compress(body, compresslevel=1)
+            headers["Content-Encoding"] = "gzip"
         self.send_response(status)
         for name, value in (*_HEADERS.items(), *headers.items()):
             self.send_header(name, value)

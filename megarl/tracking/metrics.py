@@ -25,6 +25,9 @@ from megarl.types.worker_faults import WorkerFaults, all_faults
 
 # The advantage of a sample by its places in the step's groups and in its group; None: the algorithm gives it none.
 Advantages = Mapping[tuple[int, int], float | None]
+# by the numbers of group, sample and row in the step
+ShownTokens = Mapping[tuple[int, int, int], JsonObject]
+_MOST_AGE = 8  # in versions, of tokens that have a number of their own
 
 
 def rollout_metrics(groups: Sequence[GroupSummary], *, compares_samples: bool) -> Metrics:
@@ -315,14 +318,26 @@ def _majority(group: GroupSummary) -> float:
     return sum(ahead) / len(ahead)
 
 
+def age_metrics(diffs: Mapping[int, float]) -> Metrics:
+    """|engine - trainer| logprob by the age of tokens in versions; {} where no token is older than the policy.
+
+    That of older tokens has the distance between the two policies in it.
+    """
+    if max(diffs, default=0) == 0:
+        return {}
+    return {
+        f"rollout/logprob_diff_age_{age}": diff for age, diff in diffs.items() if age <= _MOST_AGE
+    }
+
+
 def pick_samples(
-    groups: Sequence[GroupSummary], count: int, advantages: Advantages
+    groups: Sequence[GroupSummary], count: int, advantages: Advantages, tokens: ShownTokens
 ) -> list[JsonObject]:
     """The first sample of every group, then the second of every group... until there are `count`.
 
     `group` and `sample` are its places, from 0, in the step's groups and in its group, `advantage` is None where it has
     none, `source` is there where its data row names one. Those of episodes have `episode`: the whole of it, see
-    `episode_dict`.
+    `episode_dict`. `rows` are the tokens of its rows, where they are known.
     """
     most = max((len(group.responses) for group in groups), default=0)
     places = (
@@ -332,9 +347,22 @@ def pick_samples(
         if sample < len(groups[at].responses)
     )
     return [
-        {"group": at, "sample": sample, **_sample(groups[at], sample, advantages.get((at, sample)))}
+        {
+            "group": at,
+            "sample": sample,
+            **_sample(groups[at], sample, advantages.get((at, sample))),
+            **_tokens(groups[at], at, sample, tokens),
+        }
         for at, sample in islice(places, count)
     ]
+
+
+def _tokens(group: GroupSummary, at: int, sample: int, tokens: ShownTokens) -> JsonObject:
+    """The rows' tokens; {} where those of a row are not known, as of samples that were not trained on."""
+    rows = [tokens.get((at, sample, row)) for row in range(len(group.rows[sample]))]
+    if not rows or None in rows:
+        return {}
+    return {"rows": rows}
 
 
 def _sample(group: GroupSummary, index: int, advantage: float | None) -> JsonObject:

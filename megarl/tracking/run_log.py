@@ -31,6 +31,7 @@ from megarl.tracking.health import Health
 from megarl.tracking.loss_table import loss_table, read_losses
 from megarl.tracking.metrics import (
     Advantages,
+    ShownTokens,
     fault_metrics,
     idle_metrics,
     idle_shares,
@@ -76,6 +77,7 @@ class Record:
         self.metrics: Metrics = {}
         self.groups: Sequence[GroupSummary] = ()
         self.advantages: Advantages = {}
+        self.shown_tokens: ShownTokens = {}
         self.scored: list[GroupSummary] = []
         self._phases: Metrics = defaultdict(float)
         self._sampled: tuple[float, int] | None = None
@@ -100,6 +102,10 @@ class Record:
     def learnt_from(self, advantages: Advantages) -> None:
         """Set the advantage of each sample that the step trains on, for samples.jsonl."""
         self.advantages = advantages
+
+    def tokens(self, shown: ShownTokens) -> None:
+        """Set the tokens of rows, with their log-probabilities, for samples.jsonl."""
+        self.shown_tokens = shown
 
     def failed(self, groups: Sequence[GroupSummary]) -> None:
         """Add scored groups, whose faults are metrics; failures and refused fields are for the terminal, too."""
@@ -351,14 +357,19 @@ class RunLog:
     def _write(self, record: Record) -> Metrics:
         metrics = record.close()
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        samples = pick_samples(record.groups, self._recipe.run.sample_log_count, record.advantages)
+        count = self._recipe.run.sample_log_count
+        samples = pick_samples(record.groups, count, record.advantages, record.shown_tokens)
         lines = [json_line({"step": record.step, **sample}) + "\n" for sample in samples]
         self._step = record.step
         self.losses.is_back(THE_RUN)
         self._put_losses()
         self._files.write(record.step, json.dumps(finite) + "\n", "".join(lines))
         if "eval/accuracy" in metrics:  # the samples of every step are too many for a service
-            self._trackers.table(record.step, samples)
+            without_tokens = [
+                {name: value for name, value in sample.items() if name != "rows"}
+                for sample in samples
+            ]
+            self._trackers.table(record.step, without_tokens)
         for line in step_notes(record.step, record.scored):
             self.say(line)
         self._history.append(metrics)

@@ -48,7 +48,7 @@ from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.training.merged_weights import MergedWeights
 from megarl.training.rank import TrainingRank, norms_of
 from megarl.training.routing_statistics import routing_statistics
-from megarl.training.row_diffs import RowDiffs, row_diffs
+from megarl.training.row_diffs import RowDiffs, ShownSamples, row_diffs
 from megarl.training.shares import HostChoices, Logprobs, UpdateShare, moved_to_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, regrouped
@@ -72,6 +72,7 @@ class PolicyRank(TrainingRank):
         self._merged: MergedWeights | None = None
         # of the updates of the step; None where nothing reads them
         self._row_diffs: list[RowDiffs] | None = None
+        self._groups: Mapping[int, SampleGroup] = {}  # of the step, while it is trained on
         adapters = self._model.adapters
         size = role.lora
         if adapters and size and trains_merged(recipe):
@@ -135,7 +136,9 @@ class PolicyRank(TrainingRank):
             self._row_diffs = []
         else:
             self._row_diffs = None
+        self._groups = call.groups
         first, *rest = [self.train_step(share, call.lr, loss) for share in shares]
+        self._groups = {}
         if hyperparameters.old_logprobs == "engine":
             # only the first update's own pass was of the policy that the engine had
             rest = [
@@ -341,7 +344,8 @@ class PolicyRank(TrainingRank):
             reports = [self._model.at.dp % sequence.cp == 0 for sequence in sequences]
             own_sequences = list(compress(sequences, reports))
             reported_logp = list(compress(share.old_logp or own_logp, reports))
-            self._row_diffs.append(row_diffs(own_sequences, reported_logp))
+            shown = ShownSamples(self._recipe)
+            self._row_diffs.append(row_diffs(own_sequences, reported_logp, self._groups, shown))
         self._write_merged()
         return statistics | routing_statistics(
             routing_sums,

@@ -191,11 +191,16 @@ def cases(batch: Batch) -> dict[str, Case]:
         ),
         "whitening": Case(whitened, plain_whitened, padded_whitened),
     }
+    return cases_by_name | loss_cases(batch)
+
+
+def loss_cases(batch: Batch) -> dict[str, Case]:
     micro_batches = batch.micro_batches()
+    cases_by_name = {}
     for name in ("grpo", "gspo", "cispo", "kl"):
-        rules = (
-            Hyperparameters(clip_low=0.02, clip_high=0.03) if name == "gspo" else Hyperparameters()
-        )
+        rules = Hyperparameters()
+        if name == "gspo":
+            rules = Hyperparameters(clip_low=0.02, clip_high=0.03)
         cases_by_name[f"loss: {name}"] = Case(
             partial(packed_loss, name, rules, micro_batches),
             lambda samples, name=name, rules=rules: [

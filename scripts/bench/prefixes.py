@@ -171,7 +171,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("keys", nargs="*", help="of the recipe: a.b=c")
     args = parser.parse_args()
-    args.cp_auto = False
     args.longest = args.prompt_tokens + args.response_tokens
     if device.DEVICE == "cpu":
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}

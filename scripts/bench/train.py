@@ -96,8 +96,8 @@ class Comparison:
     plain: Recipe | None = None
 
 
-def make_recipe(path: str, args: argparse.Namespace) -> Recipe:
-    axes = {"tp": args.tp, "pp": args.pp, "ep": args.ep, "cp": "auto" if args.cp_auto else 1}
+def make_recipe(path: str, args: argparse.Namespace, cp: int | str = 1) -> Recipe:
+    axes = {"tp": args.tp, "pp": args.pp, "ep": args.ep, "cp": cp}
     return Recipe.model_validate(
         {
             "run": {"name": "bench", "steps": 1, "timeout_s": TIMEOUT_S},
@@ -362,13 +362,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a micro-batch")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+
+
+def add_comparisons(parser: argparse.ArgumentParser) -> None:
+    """What megarl's step is compared with."""
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--without", choices=["guard", "comparison"], help="its cost alone")
     other.add_argument("--old-logprobs", choices=["train", "engine"], help="their pass alone")
     other.add_argument("--cp-auto", action="store_true", help="rows split by their length")
     other.add_argument("keys", nargs="*", default=[], help="of the recipe: train.a.b=c")
     parser.add_argument("--updates", type=int, default=4, help="of a step with --old-logprobs")
-    parser.add_argument("--json", action="store_true")
 
 
 def comparison_of(args: argparse.Namespace, plain: Recipe) -> Comparison:
@@ -401,13 +405,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser)
+    add_comparisons(parser)
     args = parser.parse_args()
     os.environ |= (
         {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if device.DEVICE == "cpu" else {}
     )
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.layers, args.hidden, args.vocab)
-        plain = make_recipe(folder, args)
+        plain = make_recipe(folder, args, cp="auto" if args.cp_auto else 1)
         recipe = overlaid(plain, overlay_of(args.keys))
         if resolve(recipe).policy.layout != resolve(plain).policy.layout:
             parser.error("the keys change the layout, which both steps have to share")

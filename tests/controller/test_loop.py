@@ -25,6 +25,7 @@ from megarl.episodes.demonstrations import demonstrations
 from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch, Trained
 from megarl.resharding.member import Stats
 from megarl.tracking.run_log import Record
+from megarl.training.row_diffs import RowDiffs
 from megarl.types import (
     EndedEarly,
     GroupSummary,
@@ -85,6 +86,7 @@ class Fleet:
         self.trainers = SimpleNamespace(
             compute_logprobs=self.compute_logprobs,
             train=self.train,
+            row_diffs=self.row_diffs,
             plan_of=lambda *_: "policy's plan",
         )
         critic = SimpleNamespace(
@@ -143,6 +145,9 @@ class Fleet:
             f"train {algorithm} on {len(samples)} of {refs}, {token_values}, {logprobs}"
         )
         return Trained([{LOSS: (lr,)}], {"speed/train_tokens_per_s": 1.0})
+
+    def row_diffs(self) -> RowDiffs:
+        return RowDiffs.joined([])
 
     def reshard(self) -> tuple[Stats, dict[str, float]]:
         self.calls.append("reshard")

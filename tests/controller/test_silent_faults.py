@@ -6,11 +6,14 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.config.loading import load_recipe
 from megarl.controller.run import Run
-from megarl.controller.silent_faults import compare_engines, step_of_faults
+from megarl.controller.silent_faults import compare_logprobs, step_of_faults
+from megarl.tracking.run_log import Record
+from megarl.training.row_diffs import RowDiffs
 from megarl.types import FaultMember, SilentFault
 from tests.controller.test_loop import QUICKSTART
 
@@ -73,7 +76,16 @@ def test_a_fault_survives_the_way_between_processes() -> None:
     assert (str(copied), copied.__dict__) == (str(fault), fault.__dict__)
 
 
-def test_one_engine_is_not_asked_about() -> None:
-    """The stand-ins have no ranks that could answer."""
-    step: Any = SimpleNamespace(trained="trained", collected="collected")
-    compare_engines(run("stop"), step)
+def test_one_engine_is_compared_with_no_other_and_its_tokens_are_recorded() -> None:
+    shown = {(0, 0, 0): {"token_ids": [7]}}
+    rows = RowDiffs(
+        np.zeros((1, 3), np.int64), np.ones(1, np.float32), {4: (0.5, 5), 3: (3.0, 10)}, shown
+    )
+    made = run("stop")
+    made.fleet.version = 4
+    made.fleet.trainers = SimpleNamespace(row_diffs=lambda: rows)
+    record = Record(1)
+    step: Any = SimpleNamespace(trained="trained", collected="collected", record=record)
+    compare_logprobs(made, step)
+    assert record.metrics == {"rollout/logprob_diff_age_0": 0.1, "rollout/logprob_diff_age_1": 0.3}
+    assert record.shown_tokens == shown

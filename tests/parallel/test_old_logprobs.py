@@ -168,6 +168,8 @@ def differences(step: Step, expected: Step, tolerance: float) -> list[str]:
         ]
     if not np.allclose(step.rows.diffs, expected.rows.diffs, rtol=tolerance, atol=0.0):
         differing.append("the rows' differences")
+    if bool(step.rows.by_version) != bool(len(step.rows.diffs)):
+        differing.append("the versions")
     return differing
 
 

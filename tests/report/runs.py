@@ -23,6 +23,11 @@ SAMPLE: dict[str, Any] = {
     "advantage": 0.5, "correct": True, "length": 2, "finished": True, "version": 0,
 }  # fmt: skip
 
+TOKENS = {
+    "token_ids": [9, 1], "engine_logp": [-1.0, -0.5], "trainer_logp": [-1.25, -0.5], "trained": [1, 1],
+    "parts": [[0, 1], [1, 2]],
+}  # fmt: skip
+
 
 def episode(text: str) -> tuple[TranscriptEntry, ...]:
     """Two turns with a call, in all of which is the text."""
@@ -59,6 +64,7 @@ def a_run(folder: Path, *overrides: str, text: str = "p", steps: int = 4) -> Pat
                     groups = [replace(groups[0], facts=(FACTS, FACTS), transcripts=transcripts)]
                 record.samples(groups)
                 record.learnt_from({(0, 0): 0.5, (0, 1): -0.5})
+                record.tokens({(0, 0, 0): TOKENS})
     return log.folder
 
 

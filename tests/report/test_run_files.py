@@ -12,7 +12,7 @@ from megarl.report.page import embedded_json
 from megarl.report.run_data import run_data
 from megarl.report.run_files import columns, read_run
 from megarl.types import UserError
-from tests.report.runs import SAMPLE, a_run, add_record
+from tests.report.runs import SAMPLE, TOKENS, a_run, add_record
 
 
 def test_a_run_has_its_records_samples_and_recipe(tmp_path: Path) -> None:
@@ -60,6 +60,9 @@ def test_lines_that_the_page_could_not_show_are_left_out(tmp_path: Path) -> None
         {"episode": {"turns": ["text"]}},
         {"turns": [{"calls": [None]}]},
         {"rows": 5},
+        {"rows": [{"tokens": ["x"]}]},
+        {"rows": [TOKENS | {"trained": [1]}]},
+        {"rows": [TOKENS | {"parts": [["x", 2]]}]},
     ]
     whole = {"episode": {"turns": [{"role": "user", "text": "x", "calls": [{}]}, {}]}}
     with (folder / "samples.jsonl").open("a") as file:
@@ -67,7 +70,44 @@ def test_lines_that_the_page_could_not_show_are_left_out(tmp_path: Path) -> None
             file.write(json.dumps(SAMPLE | more) + "\n")
     run = read_run(folder)
     assert len(run.samples) == 9
-    assert run.notes == ["samples.jsonl has 4 lines that are no samples: they are left out"]
+    assert run.notes == ["samples.jsonl has 7 lines that are no samples: they are left out"]
+
+
+def test_tokens_without_their_tokenizer_have_numbers_and_the_trainers_logprobs(
+    tmp_path: Path,
+) -> None:
+    folder = a_run(tmp_path, "model.path=nowhere")
+    data = run_data(read_run(folder))
+    (row,) = data["samples"][0]["rows"]
+    assert row["trainer_logp"] == TOKENS["trainer_logp"] and row["parts"] == TOKENS["parts"]
+    assert row["tokens"] == ["[9]", "[1]"]
+    assert data["notes"][0].startswith("tokens are shown by their numbers: model.path: nowhere is")
+
+
+def test_of_very_many_records_some_are_left_out_and_no_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = a_run(tmp_path)
+    for step in range(5, 30):
+        more = {"eval/accuracy": 0.5} if step % 10 == 1 else {}
+        add_record(folder, {"step": step, "reward/mean": 1.0} | more)
+    monkeypatch.setattr(run_files, "_MOST_RECORDS", 10)
+    run = read_run(folder)
+    assert [record["step"] for record in run.records] == [
+        0,
+        3,
+        6,
+        9,
+        11,
+        12,
+        15,
+        18,
+        21,
+        24,
+        27,
+        29,
+    ]
+    assert run.notes[0].startswith("metrics.jsonl is long: one of 3 records is shown")
 
 
 def test_whole_numbers_beyond_the_largest_float_are_null(tmp_path: Path) -> None:
@@ -89,7 +129,9 @@ def test_losses_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     (folder / "losses.jsonl").mkdir()
     data = run_data(read_run(folder))
     assert data["losses"] is None
-    assert data["notes"] == ["losses.jsonl cannot be read (Is a directory): no losses are shown"]
+    assert data["notes"][:1] == [
+        "losses.jsonl cannot be read (Is a directory): no losses are shown"
+    ]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -50,6 +50,9 @@ def test_the_page_and_its_data_are_behind_the_token(tmp_path: Path) -> None:
         assert page.headers["Referrer-Policy"] == "no-referrer"
         data = httpx.get(f"{server.address}data")
         assert data.json()["runs"][0]["metrics"]["step"] == [0, 1, 2, 3, 4]
+        assert data.headers["Content-Encoding"] == "gzip"
+        plain = httpx.get(f"{server.address}data", headers={"Accept-Encoding": "identity"})
+        assert plain.text == data.text and "Content-Encoding" not in plain.headers
         assert httpx.post(server.address).status_code == 501
 
 
@@ -96,13 +99,13 @@ def test_a_run_that_resumes_with_another_recipe_is_planned_anew(
 
     monkeypatch.setattr(watch, "planned", count)
     run = FollowedRun(folder, plans=True)
-    assert run.data()["notes"] == ["planned 4 steps"]
+    assert run.data()["notes"][0] == "planned 4 steps"
     add_record(folder, {"step": 5})
     run.data()
     assert recipes == [4]
     recipe = folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("steps: 4", "steps: 16"))
-    assert run.data()["notes"] == ["planned 16 steps"]
+    assert run.data()["notes"][0] == "planned 16 steps"
     recipe.unlink()
     assert run.data()["slots"] == []
     assert recipes == [4, 16]

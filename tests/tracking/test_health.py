@@ -236,9 +236,14 @@ def recorded(name: str) -> list[Metrics]:
     return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_the_quickstart_is_healthy() -> None:
-    records = recorded("quickstart")
-    assert records[-1]["reward/accuracy"] > 0.9 and len(records) > 20
+@pytest.mark.parametrize(
+    ("name", "accuracy"),
+    [("quickstart", 0.9), ("quickstart_tools", 0.85), ("dapo", 0.8), ("vapo", 0.6)],
+)
+def test_a_run_that_learns_is_healthy(name: str, accuracy: float) -> None:
+    """The quickstarts, and the first of them with DAPO and VAPO in place of GRPO."""
+    records = recorded(name)
+    assert records[-1]["reward/accuracy"] > accuracy and len(records) >= 15
     assert reported(records) == []
 
 

@@ -27,6 +27,7 @@ from megarl.algos.statistics import (
     over_tokens,
 )
 from megarl.tracking.metrics import (
+    age_metrics,
     balance_metrics,
     eval_metrics,
     failed_share,
@@ -190,7 +191,9 @@ def test_failed_reward_results_are_a_share_of_all_samples_dropped_or_not() -> No
         "of those that were judged"
     )
     assert metrics["eval/failed"] == 0.6
-    assert [sample["prompt"] for sample in pick_samples([dropped, empty, penalised], 3, {})] == [
+    assert [
+        sample["prompt"] for sample in pick_samples([dropped, empty, penalised], 3, {}, {})
+    ] == [
         "a",
         "b",
         "b",
@@ -347,7 +350,7 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
     greedy = means(replace(summary, baseline=1))
     assert (greedy["episode/turns_max"], greedy["episode/rows_mean"]) == (1.0, 1.0)
     assert "episode/prefix_hit_share" not in greedy, "nothing could be cached"
-    assert [sample["reward"] for sample in pick_samples([summary], 2, {})] == [1.5, 0.0]
+    assert [sample["reward"] for sample in pick_samples([summary], 2, {}, {})] == [1.5, 0.0]
 
 
 def test_an_evaluation_set_of_episodes_has_its_own_turns_and_calls() -> None:
@@ -379,18 +382,35 @@ def test_samples_are_picked_from_as_many_groups_as_possible_with_places_and_adva
         group("c", [0.5, 0.0], [1, 1]),
     ]
     advantages = {(0, 0): 0.7, (0, 1): -0.7, (1, 0): None, (2, 1): 0.0}
-    picked = pick_samples(groups, 9, advantages)
+    picked = pick_samples(groups, 9, advantages, {})
     keys = ("response", "group", "sample", "advantage")
     assert [tuple(sample[key] for key in keys) for sample in picked] == [
         *(("a0", 0, 0, 0.7), ("b0", 1, 0, None), ("c0", 2, 0, None)),
         *(("a1", 0, 1, -0.7), ("c1", 2, 1, 0.0)),
     ]
-    assert pick_samples(groups, 4, advantages) == picked[:4] and pick_samples([], 3, {}) == []
+    assert (
+        pick_samples(groups, 4, advantages, {}) == picked[:4] and pick_samples([], 3, {}, {}) == []
+    )
+
+
+def test_samples_have_the_tokens_of_their_rows_where_all_are_known() -> None:
+    groups = [group("a", [1.0, 0.0], [1, 1])]
+    (known, other) = pick_samples(groups, 2, {}, {(0, 0, 0): {"token_ids": [7]}, (1, 1, 0): {}})
+    assert known["rows"] == [{"token_ids": [7]}]
+    assert "rows" not in other
+
+
+def test_differences_by_age_are_published_where_tokens_are_older_than_the_policy() -> None:
+    assert age_metrics({0: 0.1}) == age_metrics({}) == {}
+    assert age_metrics({0: 0.1, 2: 0.3, 40: 9.0}) == {
+        "rollout/logprob_diff_age_0": 0.1,
+        "rollout/logprob_diff_age_2": 0.3,
+    }
 
 
 def test_a_sample_has_its_source_where_the_row_names_one() -> None:
     groups = [replace(group("a", [1.0], [1]), source="gsm8k"), group("b", [0.0], [1])]
-    named, other = pick_samples(groups, 2, {})
+    named, other = pick_samples(groups, 2, {}, {})
     assert named["source"] == "gsm8k"
     assert "source" not in other
 
@@ -416,7 +436,7 @@ def test_samples_of_episodes_have_all_that_was_said() -> None:
         {"role": "assistant", "text": "a0", "calls": [], "reward": 0.0},
     )
     summary = replace(group("a", [1.0, 0.0], [2, 2]), facts=(facts, facts), transcripts=(first,))
-    shown, other = pick_samples([summary], 2, {})
+    shown, other = pick_samples([summary], 2, {}, {})
     assert shown["episode"] == {
         "turns": list(first), "calls": 0, "call_errors": 0, "end": "answered", "tool_s": 0.5
     }  # fmt: skip

@@ -54,6 +54,7 @@ const LEARNING = [
 ];
 const ENGINE_AND_TRAINER = [
   ["Difference of log-probabilities, nats a token", ["rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/logprob_diff_engine_max"], "log"],
+  ["By age of the token, in versions of the weights", [/^rollout\/logprob_diff_age_/], "log"],
   ["By turn of the episode", [/^rollout\/logprob_diff_turn_/], "log"],
   ["By cause, where routing is replayed", ["replay/logprob_diff", "replay/logprob_diff_without"], "log"],
   ["Share of differing experts", ["replay/differing_share"]],

@@ -182,25 +182,45 @@ function sampleInFull(sample) {
   return parts;
 }
 
+const DARKEST_LOGP = 8; // nats, of a token that the engine hardly expected
+const DARKEST_DIFF = 0.5; // nats, of a token about which engine and trainer differ
+
+function differenceAt(row, index) {
+  return row.trainer_logp ? row.logp[index] - row.trainer_logp[index] : null;
+}
+
+// By title, the colour of a sampled token.
+const TOKEN_COLOURS = {
+  "engine minus trainer": (row, index) => signedColour(differenceAt(row, index), DARKEST_DIFF),
+  "engine's log-probability": (row, index) => `rgba(217, 102, 59, ${Math.min(0.75, -row.logp[index] / DARKEST_LOGP)})`,
+  "version of the weights": (row, index, version) => versionColour(version),
+};
+
 // The tokens of each row, coloured by what the reader chooses.
 function tokensInFull(rows) {
-  const choice = make("select", {}, ...["engine's log-probability", "version of the weights"].map((text) => make("option", { value: text, text })));
+  const titles = Object.keys(TOKEN_COLOURS).filter((title) => !title.endsWith("trainer") || rows.every((row) => row.trainer_logp));
+  const choice = make("select", {}, ...titles.map((text) => make("option", { value: text, text })));
   const holders = rows.map(() => make("pre", { class: "tokens" }));
-  const show = () => rows.forEach((row, index) => holders[index].replaceChildren(...tokenSpans(row, choice.value.startsWith("engine"))));
+  const show = () => rows.forEach((row, index) => holders[index].replaceChildren(...tokenSpans(row, TOKEN_COLOURS[choice.value])));
   choice.addEventListener("change", show);
   show();
   return [make("h3", { text: "tokens" }), make("div", { class: "filters" }, make("label", {}, "colour", choice)), ...holders];
 }
 
-function tokenSpans(row, isByLogp) {
-  const versions = row.parts.flatMap(([version, count]) => new Array(count).fill(version));
-  return row.tokens.map((text, index) => {
+function tokenSpans(row, colour) {
+  const versions = row.parts.flatMap(([version, count]) => new Array(Math.min(count, row.tokens.length)).fill(version));
+  const spans = row.tokens.map((text, index) => {
     const isSampled = row.trained[index];
-    const tooltip = isSampled ? `logprob ${row.logp[index]}, version ${versions[index]}` : "not sampled by the model";
+    const difference = differenceAt(row, index);
+    const ofTrainer = difference === null ? "" : `, the trainer's ${row.trainer_logp[index]} (difference ${shortNumber(difference, 2)})`;
+    const tooltip = isSampled ? `logprob ${row.logp[index]}${ofTrainer}, version ${versions[index]}` : "not sampled by the model";
     const span = make("span", { class: isSampled ? "" : "other", text, title: tooltip });
-    if (isSampled) span.style.background = isByLogp ? `rgba(217, 102, 59, ${Math.min(0.75, -row.logp[index] / 8)})` : versionColour(versions[index]);
+    if (isSampled) span.style.background = colour(row, index, versions[index]);
     return span;
   });
+  const numLeft = row.parts.reduce((sum, [, count]) => sum + count, 0) - row.tokens.length;
+  if (numLeft > 0) spans.push(soft(` … ${numLeft} more tokens are not in the file (run.sample_log_tokens)`));
+  return spans;
 }
 
 function turnInFull(turn) {

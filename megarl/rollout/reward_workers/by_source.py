@@ -31,10 +31,12 @@ def reward_specs(reward: RewardConfig, start_s: float) -> dict[str, RewardSpec]:
     return specs
 
 
-def source_of(reward: RewardConfig, row: Columns) -> str:
-    """The source whose function scores a row: its own if it has one."""
-    name = str(row.get(reward.source, ""))
-    return name if name in reward.by_source else DEFAULT
+def scored_as(reward: RewardConfig, row: Columns) -> str:
+    """The source whose function scores a row: its own if it has one. A row without a source, or with null, has none."""
+    source = row.get(reward.source)
+    if source is None or str(source) not in reward.by_source:
+        return DEFAULT
+    return str(source)
 
 
 class RewardWorkers:
@@ -60,7 +62,7 @@ class RewardWorkers:
 
         Raises UserError when the function can no longer be used.
         """
-        pool = self._pools[source_of(self._reward, row)]
+        pool = self._pools[scored_as(self._reward, row)]
         return await self._thread.run(pool.reward_results(answer, row, responses, episodes))
 
     def wait_for_rewards(
