@@ -32,7 +32,7 @@ for allocate in (lambda: torch.empty(2**45, dtype=torch.uint8, device=DEVICE), l
 
 
 def test_an_allocation_that_fails_is_told_with_what_the_process_holds():
-    """On a GPU: not run on one yet; look first at the keys of torch's `memory_stats`."""
+    """Unverified on a GPU: look first at the keys of torch's `memory_stats`."""
     told = subprocess.check_output([sys.executable, "-c", PROGRAM], text=True, cwd=ROOT)
     of_torch, of_python = map(json.loads, told.splitlines())
     assert of_torch[1] is True and of_python[:3] == ["MemoryError", True, "MemoryError"]
