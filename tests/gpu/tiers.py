@@ -18,6 +18,7 @@ WITH_EVERYTHING = ("pydantic", "ray", "sglang", "transformer_engine", "hypothesi
 TIERS: dict[int, tuple[str, ...]] = {
     1: ("tests/gpu",),
     2: (
+        "tests/diagnosis/test_memory.py",
         "tests/parallel/test_reference.py",
         "tests/rollout/sglang/test_engine.py",
         "tests/rollout/test_draws.py",
