@@ -30,15 +30,15 @@ from megarl.types.arrays import BoolArray, FloatArray
 
 # the unit roundoff of each type, doubled: the spacing of numbers from 1 on
 SPACING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "fp8": 2.0**-3}
-_MARGIN = 2.0
 
 
 @dataclass(frozen=True)
 class Tolerance:
     """What rounding explains after so many operations, relative to the root mean square (RMS) of the output.
 
-    Each operation rounds its output to the type, and sums products of up to `width` features in float32; errors of
-    different operations are independent, so that they add as the root of their number.
+    Each operation rounds its output to the type, by half a spacing at most on each side, and sums products of up to
+    `width` features in float32; errors of different operations are independent, so that they add as the root of their
+    number.
     """
 
     dtype: str
@@ -49,7 +49,7 @@ class Tolerance:
     def rms(self) -> float:
         """Of the differences' RMS to the outputs'."""
         of_one = SPACING[self.dtype] + SPACING["float32"] * math.sqrt(self.width)
-        return _MARGIN * of_one * math.sqrt(self.operations)
+        return of_one * math.sqrt(self.operations)
 
     def of_elements(self, values_TF: FloatArray) -> FloatArray:
         """[T, F]: what each element may differ by: as many normal deviations as the largest of all is expected at.

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.commands.compare_layers import chosen_experts
+from megarl.model.hf_config import model_shape
 from megarl.numerics import operations
 from megarl.numerics.differences import Difference, compare, first_difference
 from megarl.numerics.parts import OutputPart, read_parts
@@ -151,3 +153,35 @@ def check(difference: Difference | None, fault: Fault) -> None:
     if fault.operation == operations.EXPERTS:
         # experts 4 to 7 are those of rank 1; DeepSeek-V3 chooses groups of two here, which have the same tokens
         assert difference.experts in ((5,), (4, 5))
+
+
+def record_replaying(trainer: Any, folder: Path, experts: list[np.ndarray] | None) -> None:
+    from megarl.training.calls import RecordLayersCall
+
+    trainer.record_layers(RecordLayersCall(folder, sequences(), experts))
+
+
+def test_layouts_agree_in_bfloat16_where_experts_are_replayed(
+    one_rank: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whose choice rounding would otherwise change here and there; that of a wrong expert shows."""
+    path, _ = one_rank["deepseek-v3"]
+    shape = model_shape(path)
+
+    def outputs(
+        name: str, layout: TrainLayout, experts: list[np.ndarray] | None
+    ) -> list[OutputPart]:
+        folder = tmp_path / name
+        folder.mkdir()
+        run_world(recipe(path, layout, dtype="bfloat16"), record_replaying, folder, experts)
+        return [part for file in sorted(folder.iterdir()) for part in read_parts(file)]
+
+    expected = outputs("one", ONE_RANK, None)
+    chosen = chosen_experts(expected, shape, sum(LENGTHS))
+    assert chosen is not None
+    experts = np.split(chosen, np.cumsum(LENGTHS)[:-1])
+    layout = TrainLayout(2, 2, 1, 2)
+    assert first_difference(compare(outputs("two", layout, experts), expected, "bfloat16")) is None
+    others = [(of_sequence + 1) % shape.num_experts for of_sequence in experts]
+    difference = first_difference(compare(outputs("other", layout, others), expected, "bfloat16"))
+    assert difference and difference.operation == operations.ROUTER_WEIGHTS
