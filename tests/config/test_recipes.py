@@ -64,6 +64,7 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
         (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((overlay,) for overlay in DEBUG),
         FAST_DEEPSEEK, (*FAST_DEEPSEEK, ENGINE_LOGPROBS), (*FAST_DEEPSEEK, ENGINE_LOGPROBS, PHASES),
     ],
+    "glm4_5_air": [()],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((overlay,) for overlay in DEBUG)],
     "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((overlay,) for overlay in DEBUG)],
 }  # fmt: skip

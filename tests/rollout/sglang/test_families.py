@@ -34,6 +34,7 @@ CASES = {
         "qwen3-moe",
         EngineLayout(1, 2, 1, dp=2, whole_dense=True, group_head=True),
     ),
+    "glm4-moe tp2": ("glm4-moe", EngineLayout(1, 2, 1)),
     "qwen3, tied, tp2": ("qwen3", EngineLayout(1, 2, 1)),
     "qwen2 tp2": ("qwen2", EngineLayout(1, 2, 1)),
     "llama tp1": ("llama", EngineLayout(1, 1, 1)),
@@ -95,21 +96,6 @@ def test_logprobs_are_those_of_transformers(served: Served) -> None:
     )
 
 
-def test_the_map_describes_the_parameters(served: Served) -> None:
-    served.reshard(shape=asdict(served.shape), engine=asdict(served.layout))
-    other = replace(served.shape, hidden_size=served.shape.hidden_size + 1)
-    with pytest.raises(EngineError, match="the map needs"):
-        served.reshard(shape=asdict(other), engine=asdict(served.layout))
-
-
-def layers_of(served: Served, folder: Path) -> list[OutputPart]:
-    folder.mkdir()
-    tokens = [token_ids_T.tolist() for token_ids_T in sequences()]
-    logprobs = asyncio.run(served.engine.record_layers(folder, tokens, served.layout.tp))
-    assert [len(of_sequence) + 1 for of_sequence in logprobs] == [*map(len, tokens)]
-    return [part for file in sorted(folder.iterdir()) for part in read_parts(file)]
-
-
 def test_the_layers_give_what_those_of_a_training_rank_give(served: Served, tmp_path: Path) -> None:
     """And where one rank has a wrong weight the operation is named, and the rank."""
     expected = recorded(served.folder, tmp_path / "rank", ONE_RANK, {})("clean")
@@ -138,6 +124,21 @@ def test_the_layers_give_what_those_of_a_training_rank_give(served: Served, tmp_
             assert found.ranks[1] == (last,)
         else:  # what every rank has
             assert found.deviating[1] == ((last,) if last else ())
+
+
+def test_the_map_describes_the_parameters(served: Served) -> None:
+    served.reshard(shape=asdict(served.shape), engine=asdict(served.layout))
+    other = replace(served.shape, hidden_size=served.shape.hidden_size + 1)
+    with pytest.raises(EngineError, match="the map needs"):
+        served.reshard(shape=asdict(other), engine=asdict(served.layout))
+
+
+def layers_of(served: Served, folder: Path) -> list[OutputPart]:
+    folder.mkdir()
+    tokens = [token_ids_T.tolist() for token_ids_T in sequences()]
+    logprobs = asyncio.run(served.engine.record_layers(folder, tokens, served.layout.tp))
+    assert [len(of_sequence) + 1 for of_sequence in logprobs] == [*map(len, tokens)]
+    return [part for file in sorted(folder.iterdir()) for part in read_parts(file)]
 
 
 def test_written_parameters_are_used_in_every_form(served: Served) -> None:
