@@ -37,7 +37,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
             with record.phase("start"):
                 fleet = make_fleet(cluster, recipe, log.say, learns=False)
             reshard(fleet, record)
-        timeline = StepTimeline(cluster, recipe.timeline, log.folder, log.say)
+        timeline = StepTimeline(cluster, recipe.run.timeline, log.folder, log.say)
         for step in range(1, recipe.run.steps + 1):
             with timeline.of(step), log.step(step) as record:
                 with record.phase("rollout"):
@@ -74,7 +74,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
             learning_rate=policy_lr(recipe, fleet),
         )
         timeline = StepTimeline(
-            cluster, recipe.timeline, log.folder, log.say, lambda: fleet.trainers.workers
+            cluster, recipe.run.timeline, log.folder, log.say, lambda: fleet.trainers.workers
         )
         for number in range(1, recipe.run.steps + 1):
             with timeline.of(number), log.step(number) as record:

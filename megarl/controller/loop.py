@@ -73,7 +73,7 @@ def begin(
             prompts_per_step=recipe.rollout.prompts_per_step,
             repetition=repetition(cluster, recipe, fleet, saver),
             timeline=StepTimeline(
-                cluster, recipe.timeline, log.folder, log.say, lambda: fleet.trainers.workers
+                cluster, recipe.run.timeline, log.folder, log.say, lambda: fleet.trainers.workers
             ),
         )
         run.saver.leave_if_wanted()
