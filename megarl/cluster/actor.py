@@ -146,7 +146,7 @@ class _Shell:
         with _errors_for_ray(), self._log.open(method):
             if asyncio.iscoroutinefunction(function):
                 return await function(*arguments)
-            return await self._on_thread(recorder.in_span, method, function, *arguments)
+            return await self._on_thread(recorder.spanned(method)(function), *arguments)
 
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
         results = [*await self.call(method, *args)]

@@ -89,6 +89,7 @@ class RunConfig(Branch):
     on_silent_fault: Literal["stop", "repeat"] = "stop"
     """What happens where ranks or an engine compute wrong numbers: the run stops, or repeats the step if it can
     recover."""
+    timeline: TimelineConfig = TimelineConfig()
 
 
 class ModelConfig(Branch):
@@ -366,7 +367,6 @@ class Recipe(Branch):
     reward_model: RewardModelConfig = RewardModelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reshard: ReshardConfig = ReshardConfig()
-    timeline: TimelineConfig = TimelineConfig()
     placement: PlacementConfig
 
     @property

@@ -73,7 +73,7 @@ def begin(
             prompts_per_step=recipe.rollout.prompts_per_step,
             repetition=repetition(cluster, recipe, fleet, saver),
             timeline=StepTimeline(
-                cluster, recipe.timeline, log.folder, log.say, lambda: fleet.trainers.workers
+                cluster, recipe.run.timeline, log.folder, log.say, lambda: fleet.trainers.workers
             ),
         )
         run.saver.leave_if_wanted()
@@ -83,7 +83,7 @@ def begin(
 def take_step(run: Run, number: int, buffer: GroupBuffer) -> GroupBuffer:
     """One training step with its evaluation and checkpoint; buffer: of the step before, and for the next."""
     run.saver.leave_if_wanted()
-    with run.timeline.of(number), run.log.step(number) as record:
+    with run.timeline.recording(number), run.log.step(number) as record:
         buffer = train_step(run, Step(number, record, buffer))
         if number % run.recipe.evaluation.every == 0 or number == run.recipe.run.steps:
             evaluate(run, record)
