@@ -22,6 +22,7 @@ from megarl.cluster.hang_watch import HangWatch
 from megarl.cluster.pulses import Pulses
 from megarl.cluster.ray_session import Cluster
 from megarl.diagnosis.phases import PhaseClock
+from megarl.tracking.secrets import redacted
 from tests.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.slow
@@ -51,13 +52,14 @@ import psutil
 from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.diagnosis.phases import PhaseClock
+from megarl.tracking.secrets import redacted
 
 def tell(*words):
     print("run:", *words, flush=True)
 
 clock = PhaseClock(1.0, 600.0)
 session = Cluster(2, node_gpus=1, say=tell)
-session.watch_phases(clock, Path(sys.argv[1]))
+session.watch_phases(clock, Path(sys.argv[1]), redacted)
 with session as cluster:
     ranks = [cluster.worker(f"training rank {rank}", rank) for rank in range(2)]
     started = {worker.start("tests.cluster.idle:Idle", 0): worker.name for worker in ranks}
@@ -122,7 +124,7 @@ class Watched:
 def watched(cluster: Cluster, tmp_path: Path) -> Iterator[Watched]:
     lines: list[str] = []
     clock = PhaseClock(LIMIT_S, first_s=600.0)
-    watch = HangWatch(clock, tmp_path, lines.append, cluster._view)
+    watch = HangWatch(clock, tmp_path, lines.append, cluster._view, redacted)
     watch.start()
     yield Watched(cluster, clock, watch, tmp_path, lines)
     watch.end()
