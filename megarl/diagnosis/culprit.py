@@ -45,7 +45,10 @@ def culprit(evidence: Evidence) -> str:
 
 def named_culprit(evidence: Evidence) -> str:
     """The same by the first rule that finds one; "" where none does."""
-    return next((line for rule in _RULES if (line := rule(evidence))), "")
+    for rule in _RULES:
+        if line := rule(evidence):
+            return line
+    return ""
 
 
 def seems_hung(evidence: Evidence) -> bool:
