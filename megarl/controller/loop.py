@@ -37,6 +37,7 @@ from megarl.fleet.rank_groups import GroupBuffer
 from megarl.fleet.rank_recovery import repetition
 from megarl.fleet.step_timeline import StepTimeline
 from megarl.tracking.run_log import RunLog
+from megarl.tracking.secrets import redacted
 
 
 def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
@@ -45,7 +46,7 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
     Raises WorkerFailed when a process of the run fails, UserError when the reward does, EndedEarly when asked to.
     """
     session = Cluster.of_run(recipe, log.say, log.losses)
-    session.watch_phases(log.phases, log.folder)
+    session.watch_phases(log.phases, log.folder, redacted)
     with session as cluster:
         log.say("starting training ranks and engines")
         run, buffer = begin(recipe, inputs, cluster, log, start)

@@ -45,6 +45,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/rollout/sglang/test_peer_copy.py",
         "tests/rollout/sglang/test_deepep.py",
         "tests/rollout/sglang/test_nodes.py",
+        "tests/cluster/test_hang_watch.py",
         "tests/cluster/test_topology.py",
         "tests/checkpoints/test_hf_export.py",
         "tests/scripts/bench/test_train.py",
