@@ -32,6 +32,7 @@ TIERS: dict[int, tuple[str, ...]] = {
     3: (
         "tests/model/test_families.py",
         "tests/parallel/test_groups.py",
+        "tests/parallel/test_layer_outputs.py",
         "tests/parallel/test_replay.py",
         "tests/parallel/test_shared_prefixes.py",
         "tests/parallel/test_token_rewards.py",
@@ -52,6 +53,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/end_to_end/test_run.py",
         "tests/end_to_end/test_roles.py",
         "tests/end_to_end/test_slurm.py",
+        "tests/end_to_end/test_compare_layers.py",
         "tests/parallel/test_parity.py",
         "tests/parallel/test_lora.py",
         "tests/training/test_update_guard.py",
