@@ -14,6 +14,7 @@ from megarl.numerics.operations import (
     ORDER,
     ROUTER_CHOICES,
     ROUTER_GROUPS,
+    ROUTER_LOGITS,
     ROUTER_SCORES,
 )
 from megarl.numerics.parts import OutputPart
@@ -198,7 +199,7 @@ def _choices(
     a_TE, b_TE = (np.nan_to_num(whole.values_TF) > 0 for whole in (ours, theirs))
     is_known_T = ~_any_feature(np.isnan(ours.values_TF) | np.isnan(theirs.values_TF))
     differs_TE = (a_TE != b_TE) & is_known_T[:, None]
-    is_tie_T = _ties(layer, sides, a_TE & ~b_TE, b_TE & ~a_TE, tolerance)
+    is_tie_T = _ties(layer, sides, a_TE, b_TE, tolerance)
     differs_TE &= ~is_tie_T[:, None]
     differing_T = _any_feature(differs_TE)
     token = int(differing_T.argmax())
@@ -221,33 +222,102 @@ def _choices(
 def _ties(
     layer: int,
     sides: tuple[_Recorded, _Recorded],
-    only_ours_TE: BoolArray,
-    only_theirs_TE: BoolArray,
+    ours_TE: BoolArray,
+    theirs_TE: BoolArray,
     tolerance: Tolerance,
 ) -> BoolArray:
-    """[T]: whether rounding explains that the sides chose different experts."""
-    is_tie_T = np.zeros(len(only_ours_TE), np.bool_)
-    for operation in (ROUTER_SCORES, ROUTER_GROUPS):
-        parts = [part for side in sides for part in side.by_operation.get((layer, operation), ())]
-        if not parts:
-            continue
-        scores_TS = sum_of_parts(parts, shape_of(parts))
-        near = 2 * float(np.nanmax(tolerance.of_elements(scores_TS)))
-        experts_each = only_ours_TE.shape[1] // scores_TS.shape[1]
-        ours_TS, theirs_TS = (
-            _any_feature(chosen_TE.reshape(-1, experts_each)).reshape(len(chosen_TE), -1)
-            for chosen_TE in (only_ours_TE, only_theirs_TE)
-        )
-        for token in np.flatnonzero(only_ours_TE.any(1) & only_theirs_TE.any(1)):
-            ours = scores_TS[token, ours_TS[token]]
-            theirs = scores_TS[token, theirs_TS[token]]
-            gaps = np.abs(ours[:, None] - theirs[None])
-            if operation == ROUTER_SCORES:
-                is_tie_T[token] |= bool(gaps.max() <= near)
-            elif not (ours_TS[token] & theirs_TS[token]).all():
-                # one group in place of another; which experts are then chosen follows from it
-                is_tie_T[token] |= bool(gaps.min() <= near)
+    """[T]: whether rounding explains that the sides chose different experts.
+
+    Each expert that one side alone chose must be as near to each that the other alone chose as their scores have moved.
+    """
+    is_tie_T = np.zeros(len(ours_TE), np.bool_)
+    scores_TE = _router_output(ROUTER_SCORES, layer, sides)
+    if scores_TE is None:
+        return is_tie_T
+    moved_TE = _moved_scores(layer, sides, scores_TE, tolerance)
+    groups_TG = _router_output(ROUTER_GROUPS, layer, sides)
+    for token in np.flatnonzero((ours_TE != theirs_TE)[: len(scores_TE)].any(1)):
+        pair = ours_TE[token], theirs_TE[token]
+        if pair[0].sum() == pair[1].sum():
+            scores = scores_TE[token], moved_TE[token]
+            is_tie_T[token] = _is_tie(*scores, pair, pair_open=None)
+            if groups_TG is not None and _is_group_tie(groups_TG[token], scores[1], pair):
+                num_groups = groups_TG.shape[1]
+                pair_open = _of_groups(pair[0], num_groups), _of_groups(pair[1], num_groups)
+                is_tie_T[token] |= _is_tie(*scores, pair, pair_open)
     return is_tie_T
+
+
+def _router_output(
+    operation: str, layer: int, sides: tuple[_Recorded, _Recorded]
+) -> FloatArray | None:
+    """[T, E or groups]: of the first side that has it."""
+    for side in sides:
+        if parts := side.by_operation.get((layer, operation)):
+            return sum_of_parts(parts, shape_of(parts))
+    return None
+
+
+def _moved_scores(
+    layer: int,
+    sides: tuple[_Recorded, _Recorded],
+    scores_TE: FloatArray,
+    tolerance: Tolerance,
+) -> FloatArray:
+    """[T, E]: by how much each score may differ between the sides.
+
+    By what the logits differ, which are compared themselves, and half a spacing of the scores' own type. Where a side
+    has no logits: what rounding explains of a token's scores.
+    """
+    pair = [side.by_operation.get((layer, ROUTER_LOGITS), []) for side in sides]
+    if not all(pair):
+        rms_T1 = np.sqrt(np.nanmean(scores_TE.astype(np.float64) ** 2, axis=1, keepdims=True))
+        return (tolerance.rms * (rms_T1 + np.abs(scores_TE))).astype(np.float32)
+    # sigmoids and softmax are of two-byte numbers at the coarsest, also where weights are quantised
+    spacing = min(SPACING[tolerance.dtype], SPACING["bfloat16"])
+    a_TE, b_TE = (sum_of_parts(parts, scores_TE.shape).astype(np.float64) for parts in pair)
+    if not np.allclose(a_TE, scores_TE, rtol=1e-3, atol=1e-3, equal_nan=True):
+        a_TE, b_TE = ((1 + np.tanh(logits_TE / 2)) / 2 for logits_TE in (a_TE, b_TE))
+    return (np.abs(a_TE - b_TE) + spacing / 2 * np.abs(a_TE)).astype(np.float32)
+
+
+def _is_tie(
+    scores_E: FloatArray,
+    moved_E: FloatArray,
+    pair: tuple[BoolArray, BoolArray],
+    pair_open: tuple[BoolArray, BoolArray] | None,
+) -> bool:
+    """Whether no side passed over an expert whose score is higher by more than it may have moved.
+
+    pair_open: the experts [E] of the groups that each side took, which alone it can have passed over; None: all.
+    """
+    ours_E, theirs_E = pair[0] & ~pair[1], pair[1] & ~pair[0]
+    gaps = scores_E[ours_E][:, None] - scores_E[theirs_E]
+    moved = moved_E[ours_E][:, None] + moved_E[theirs_E]
+    are_theirs_wrong, are_ours_wrong = ~(gaps <= moved), ~(gaps >= -moved)
+    if pair_open:
+        are_theirs_wrong &= pair_open[1][ours_E][:, None]
+        are_ours_wrong &= pair_open[0][theirs_E]
+    return not (are_theirs_wrong | are_ours_wrong).any()
+
+
+def _is_group_tie(
+    scores_G: FloatArray, moved_E: FloatArray, pair: tuple[BoolArray, BoolArray]
+) -> bool:
+    """Whether a group that one side alone took is as near to one that it left as their scores may have moved."""
+    num_groups = len(scores_G)
+    # the score of a group is the sum of its two best experts'
+    moved_G = 2 * moved_E.reshape(num_groups, -1).max(1)
+    ours_G, theirs_G = (_any_feature(chosen_E.reshape(num_groups, -1)) for chosen_E in pair)
+    near_GG = np.abs(scores_G[:, None] - scores_G) <= moved_G[:, None] + moved_G
+    swaps = ((ours_G & ~theirs_G, ~ours_G), (theirs_G & ~ours_G, ~theirs_G))
+    return any(bool(near_GG[np.ix_(taken_G, left_G)].any()) for taken_G, left_G in swaps)
+
+
+def _of_groups(chosen_E: BoolArray, num_groups: int) -> BoolArray:
+    """[E]: the experts of the groups of which some expert was chosen."""
+    of_groups = chosen_E.reshape(num_groups, -1)
+    return np.repeat(_any_feature(of_groups), of_groups.shape[1])
 
 
 def _with_experts(

@@ -181,6 +181,60 @@ def test_a_tie_of_groups_explains_experts_of_any_scores() -> None:
     assert found([*ours, groups], theirs) is None
 
 
+def routed(logits_TE: np.ndarray, bias_E: np.ndarray, num_groups: int = 1) -> list[OutputPart]:
+    """A router that chooses 8 experts by sigmoids with biases, of the better half of the groups."""
+    scores_TE = 1 / (1 + np.exp(-logits_TE)) + bias_E
+    groups_TG = np.sort(scores_TE.reshape(len(scores_TE), num_groups, -1), -1)[..., -2:].sum(-1)
+    num_taken = max(num_groups // 2, 1)
+    is_taken_TG = groups_TG >= np.sort(groups_TG, -1)[:, -num_taken, None]
+    is_taken_TE = np.repeat(is_taken_TG, scores_TE.shape[1] // num_groups, axis=1)
+    best_T8 = np.where(is_taken_TE, scores_TE, -np.inf).argsort(-1)[:, -8:]
+    return routed_to(best_T8, logits_TE, scores_TE, groups_TG)
+
+
+def routed_to(
+    experts_TK: np.ndarray, logits_TE: np.ndarray, *scores: np.ndarray
+) -> list[OutputPart]:
+    chosen_TE = np.zeros_like(logits_TE)
+    np.put_along_axis(chosen_TE, experts_TK, 1, 1)
+    names = (operations.ROUTER_SCORES, operations.ROUTER_GROUPS)
+    return [
+        part(logits_TE, operation=operations.ROUTER_LOGITS),
+        part(chosen_TE, operation=operations.ROUTER_CHOICES),
+        *(part(values, operation=name) for name, values in zip(names, scores, strict=False)),
+    ]
+
+
+@pytest.mark.parametrize("num_groups", [1, 8])
+@pytest.mark.parametrize("layer", [0, 60])
+def test_choices_are_checked_in_bfloat16(num_groups: int, layer: int) -> None:
+    """As deep as may be: ties are explained; the worst experts, and those of an engine without the biases, are not."""
+    rng = np.random.default_rng(2)
+    logits_TE = rng.normal(size=(256, 128)).astype(np.float32)
+    bias_E = rng.normal(scale=0.05, size=128)
+    noise_TE = rng.normal(scale=SPACING["bfloat16"], size=logits_TE.shape)
+    rounded_TE = (logits_TE + noise_TE).astype(np.float32)
+    before = [
+        part(layer=number, operation=name) for number in range(layer) for name in operations.ORDER
+    ]
+
+    def differs(theirs: list[OutputPart]) -> Difference | None:
+        mine = [replace(each, layer=layer) for each in routed(logits_TE, bias_E, num_groups)]
+        others = [replace(each, layer=layer) for each in theirs[:2]]  # engines record no scores
+        *_, of_choices = compare([*before, *mine], [*before, *others], "bfloat16")
+        assert of_choices.operation == operations.ROUTER_CHOICES
+        return of_choices if of_choices.differs else None
+
+    tied = routed(rounded_TE, bias_E, num_groups)
+    own = routed(logits_TE, bias_E, num_groups)
+    assert (tied[1].values_NF != own[1].values_NF).any(1).sum() > 10
+    assert differs(tied) is None
+    unbiased = differs(routed(rounded_TE, 0 * bias_E, num_groups))
+    assert unbiased and unbiased.num_differing > 100
+    worst = differs(routed_to(logits_TE.argsort(-1)[:, :8], rounded_TE))
+    assert worst and worst.num_differing == 256
+
+
 def test_experts_are_told_by_their_tokens() -> None:
     chosen = part(
         choices([token % 4 for token in range(TOKENS)]), operation=operations.ROUTER_CHOICES
