@@ -38,7 +38,7 @@ def verdict(differences: Sequence[Difference], sides: Sides, lengths: Sequence[i
         return "nothing was recorded on both sides, so that nothing can be compared"
     difference = first_difference(differences)
     if difference is None:
-        return f"all operations agree ({len(differences)})"
+        return f"all operations agree ({len(differences)}); {_hidden(differences)}"
     where = _where(difference)
     return f"{where} differs: {_ranks(difference, sides)}; {_amount(difference, lengths)}"
 
@@ -69,6 +69,15 @@ def table_lines(differences: Sequence[Difference]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def _hidden(differences: Sequence[Difference]) -> str:
+    """What errors rounding could hide, and from where on."""
+    largest = max(differences, key=lambda difference: difference.allowed_rms)
+    return (
+        f"from {_where(largest)} on rounding could hide an error of {largest.allowed_rms:.1g} in the mean and"
+        f" {largest.allowed_largest:.1g} at an element, in units of an output's RMS; before, a smaller one"
+    )
 
 
 def _where(difference: Difference) -> str:
