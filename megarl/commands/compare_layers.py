@@ -20,9 +20,14 @@ from megarl.fleet.fleet import training_fleet
 from megarl.fleet.rank_groups import PolicyRanks
 from megarl.model.shape import ModelShape
 from megarl.numerics import operations
-from megarl.numerics.differences import compare, first_difference
+from megarl.numerics.differences import (
+    compare,
+    first_difference,
+    left_out,
+    unchecked_layers,
+)
 from megarl.numerics.parts import OutputPart, read_parts
-from megarl.numerics.report import NamedSide, Sides, table_lines, verdict
+from megarl.numerics.report import NamedSide, Sides, left_out_lines, table_lines, verdict
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Roles, resolve
 from megarl.placement.train_layout import RankCoords, TrainLayout
@@ -80,14 +85,17 @@ def compare_run(recipe: Recipe, asked: Comparison, say: Say, tell: Say) -> int:
         dtype = recipe.model.dtype
     differences = compare(ours, theirs, dtype)
     lengths = [len(token_ids_T) for token_ids_T in sequences]
-    say(verdict(differences, world.sides(has_engine), lengths))
-    for line in table_lines(differences):
+    sides = world.sides(has_engine)
+    unchecked = unchecked_layers(differences, shape.num_layers)
+    say(verdict(differences, sides, lengths, unchecked))
+    lines = left_out_lines(left_out(ours, theirs, differences), sides)
+    for line in [*table_lines(differences), *lines]:
         say(line)
     say(
         f"in units of each output's RMS; explained: by rounding in {dtype}, growing with the root of the operations"
     )
     say(f"the outputs are in {world.folder}")
-    return int(not differences or first_difference(differences) is not None)
+    return int(bool(unchecked) or first_difference(differences) is not None)
 
 
 def weights_folder(recipe: Recipe, run: Path, step: int | None, say: Say) -> Path | None:

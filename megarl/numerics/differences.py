@@ -145,6 +145,35 @@ def first_difference(differences: Sequence[Difference]) -> Difference | None:
     return next((difference for difference in differences if difference.differs), None)
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """An operation that was not compared.
+
+    has_ours, has_theirs: whether a side recorded it; where both did, no token is whole on both.
+    """
+
+    layer: int
+    operation: str
+    has_ours: bool
+    has_theirs: bool
+
+
+def left_out(
+    ours: Sequence[OutputPart], theirs: Sequence[OutputPart], differences: Sequence[Difference]
+) -> list[LeftOut]:
+    """What either side recorded and `compare` has no difference of, in the order of computation."""
+    compared = {(difference.layer, difference.operation) for difference in differences}
+    recorded = [{(part.layer, part.operation) for part in parts} for parts in (ours, theirs)]
+    keys = [key for key in (recorded[0] | recorded[1]) - compared if key[1] in ORDER]
+    keys.sort(key=lambda key: (key[0], ORDER.index(key[1])))
+    return [LeftOut(*key, key in recorded[0], key in recorded[1]) for key in keys]
+
+
+def unchecked_layers(differences: Sequence[Difference], num_layers: int) -> list[int]:
+    """The layers of a model of which no operation was compared."""
+    return sorted(set(range(num_layers)) - {difference.layer for difference in differences})
+
+
 Pair = tuple[list[OutputPart], list[OutputPart]]
 
 

@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 
 from megarl.numerics import operations
-from megarl.numerics.differences import LARGEST_RMS, SPACING, Difference, compare, first_difference
+from megarl.numerics.differences import (
+    LARGEST_RMS,
+    SPACING,
+    Difference,
+    compare,
+    first_difference,
+    left_out,
+    unchecked_layers,
+)
 from megarl.numerics.operations import AFTER_LAYERS, ATTENTION, BEFORE_LAYERS, LAYER, MLP_NORM
 from megarl.numerics.parts import OutputPart, Terms, read_parts, write_parts
-from megarl.numerics.report import NamedSide, table_lines, verdict
+from megarl.numerics.report import NamedSide, left_out_lines, table_lines, verdict
 
 TOKENS, WIDTH = 12, 16
 VALUES_TF = np.random.default_rng(3).normal(size=(TOKENS, WIDTH)).astype(np.float32)
@@ -310,6 +318,26 @@ def test_the_verdict_names_layer_operation_rank_and_place() -> None:
         "all operations agree (1); from layer 0, layer output on rounding could hide an error of 6e-07"
         " in the mean and 7e-06 at an element, in units of an output's RMS; before, a smaller one"
     )
+
+
+def test_what_was_not_compared_is_told() -> None:
+    ours = [part(layer=layer, operation=ATTENTION) for layer in (0, 1, 2, 4)]
+    theirs = [part(layer=layer) for layer in (0, 1)] + [part(layer=4, operation=ATTENTION)]
+    ours += [part(layer=AFTER_LAYERS, operation=operations.FINAL_NORM)]
+    ours += [part(layer=1, terms=(0, 1, 2)), part(layer=4, operation=operations.ROUTER_SCORES)]
+    differences = compare(ours, theirs, "float32")
+    assert left_out_lines(left_out(ours, theirs, differences), SIDES) == [
+        "not compared: attention output, layers 0-2: only training ranks have it",
+        "not compared: layer output, layer 0: only engine ranks have it",
+        "not compared: layer output, layer 1: no token is whole on both sides",
+        "not compared: final norm: only training ranks have it",
+    ]
+    unchecked = unchecked_layers(differences, 5)
+    assert unchecked == [0, 1, 2, 3]
+    assert verdict(differences, SIDES, [TOKENS], unchecked) == (
+        "layers 0-3: nothing was compared; all other operations agree (1)"
+    )
+    assert unchecked_layers(compare(ours, ours, "float32"), 3) == []
 
 
 def test_a_row_of_the_table_has_an_operation() -> None:
