@@ -26,7 +26,7 @@ from megarl.numerics.differences import (
     left_out,
     unchecked_layers,
 )
-from megarl.numerics.parts import OutputPart, read_parts
+from megarl.numerics.parts import AnyPart, OutputPart, StoredPart, read_parts
 from megarl.numerics.report import NamedSide, Sides, left_out_lines, table_lines, verdict
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Roles, resolve
@@ -135,7 +135,7 @@ class _World:
             for file in folder.glob("*.npz"):
                 file.unlink()
 
-    def with_engine(self) -> tuple[list[OutputPart], list[OutputPart]]:
+    def with_engine(self) -> tuple[list[AnyPart], list[AnyPart]]:
         """The outputs of the training ranks and of the first engine, whose choices of experts they replay."""
         recipe = self.roles.recipe
         layout = self.roles.policy.layout
@@ -151,20 +151,20 @@ class _World:
             tokens = [token_ids_T.tolist() for token_ids_T in self.sequences]
             call = worker.call("record_layers", self.folder, tokens, num_terms)
             (logprobs,) = cluster.gather({call: worker.name})
-            theirs = [*_read(self.folder, "engine-*.npz"), self._logprobs(logprobs)]
+            theirs: list[AnyPart] = [*_read(self.folder, "engine-*.npz"), self._logprobs(logprobs)]
             fleet.onload_for("train")
             self._record(cluster, fleet.trainers, self.folder, self._experts(theirs), num_terms)
             fleet.shutdown()
-        return _read(self.folder, "training-*.npz"), theirs
+        return [*_read(self.folder, "training-*.npz")], theirs
 
-    def with_one_rank(self) -> tuple[list[OutputPart], list[OutputPart]]:
+    def with_one_rank(self) -> tuple[list[AnyPart], list[AnyPart]]:
         """The outputs of the training ranks and of one rank with the same weights, whose choices they replay."""
         num_terms = self.roles.policy.layout.tp
         alone = self.folder / "one-rank"
         self._of_ranks(resolve(one_rank(self.roles.recipe), learns=False), alone, None, num_terms)
-        theirs = _read(alone, "training-*.npz")
+        theirs: list[AnyPart] = [*_read(alone, "training-*.npz")]
         self._of_ranks(self.roles, self.folder, self._experts(theirs), num_terms)
-        return _read(self.folder, "training-*.npz"), theirs
+        return [*_read(self.folder, "training-*.npz")], theirs
 
     def sides(self, has_engine: bool) -> Sides:
         """How the ranks of both sides are called."""
@@ -218,7 +218,7 @@ class _World:
             values_NF=values[:, None],
         )
 
-    def _experts(self, parts: Sequence[OutputPart]) -> list[np.ndarray] | None:
+    def _experts(self, parts: Sequence[AnyPart]) -> list[np.ndarray] | None:
         """Of each sequence the experts [T, layers with experts, K] that a side chose; None: not recorded."""
         shape = self.roles.policy.shape
         lengths = [len(token_ids_T) for token_ids_T in self.sequences]
@@ -229,14 +229,14 @@ class _World:
 
 
 def chosen_experts(
-    parts: Sequence[OutputPart], shape: ModelShape, num_tokens: int
+    parts: Sequence[AnyPart], shape: ModelShape, num_tokens: int
 ) -> np.ndarray | None:
     """[T, layers with experts, K], int16: -1 where a token's choice is not known; None for a model without experts."""
     layers = [layer for layer in range(shape.num_layers) if not shape.is_dense(layer)]
     of_layers: dict[int, list[OutputPart]] = {layer: [] for layer in layers}
     for part in parts:
         if part.operation == operations.ROUTER_CHOICES:
-            of_layers[part.layer].append(part)
+            of_layers[part.layer].append(part.loaded())
     num_chosen = max(
         (int(part.values_NF.sum(1).max(initial=0)) for of in of_layers.values() for part in of),
         default=0,
@@ -260,7 +260,7 @@ def one_rank(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": train, "placement": placement})
 
 
-def _read(folder: Path, pattern: str) -> list[OutputPart]:
+def _read(folder: Path, pattern: str) -> list[StoredPart]:
     return [part for file in sorted(folder.glob(pattern)) for part in read_parts(file)]
 
 

@@ -17,7 +17,7 @@ from megarl.numerics.operations import (
     ROUTER_LOGITS,
     ROUTER_SCORES,
 )
-from megarl.numerics.parts import OutputPart
+from megarl.numerics.parts import AnyPart, OutputPart
 from megarl.numerics.wholes import (
     WholeOutput,
     assembled,
@@ -100,23 +100,25 @@ class Difference:
 
 @dataclass
 class _Recorded:
-    by_operation: dict[tuple[int, str], list[OutputPart]] = field(
+    by_operation: dict[tuple[int, str], list[AnyPart]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     @staticmethod
-    def of(parts: Sequence[OutputPart]) -> _Recorded:
+    def of(parts: Sequence[AnyPart]) -> _Recorded:
         side = _Recorded()
         for part in parts:
-            if part.values_NF.size:
+            if not part.is_empty:
                 side.by_operation[part.layer, part.operation].append(part)
         return side
 
+    def parts(self, layer: int, operation: str) -> list[OutputPart]:
+        """In memory as long as the caller has them; [] where there are none."""
+        return [part.loaded() for part in self.by_operation.get((layer, operation), ())]
 
-def compare(
-    ours: Sequence[OutputPart], theirs: Sequence[OutputPart], dtype: str
-) -> list[Difference]:
-    """A difference for each operation that both sides have, in the order of computation.
+
+def compare(ours: Sequence[AnyPart], theirs: Sequence[AnyPart], dtype: str) -> list[Difference]:
+    """A difference for each operation that both sides have, in the order of computation; one is in memory at a time.
 
     dtype: in which the coarser side computes, of `SPACING`.
     """
@@ -129,7 +131,7 @@ def compare(
     differences = []
     for number, key in enumerate(common, start=1):
         tolerance = Tolerance(dtype, width, number)
-        pair = sides[0].by_operation[key], sides[1].by_operation[key]
+        pair = sides[0].parts(*key), sides[1].parts(*key)
         if key[1] == ROUTER_CHOICES:
             difference = _choices(key[0], pair, sides, tolerance)
         else:
@@ -159,7 +161,7 @@ class LeftOut:
 
 
 def left_out(
-    ours: Sequence[OutputPart], theirs: Sequence[OutputPart], differences: Sequence[Difference]
+    ours: Sequence[AnyPart], theirs: Sequence[AnyPart], differences: Sequence[Difference]
 ) -> list[LeftOut]:
     """What either side recorded and `compare` has no difference of, in the order of computation."""
     compared = {(difference.layer, difference.operation) for difference in differences}
@@ -286,7 +288,7 @@ def _router_output(
 ) -> FloatArray | None:
     """[T, E or groups]: of the first side that has it."""
     for side in sides:
-        if parts := side.by_operation.get((layer, operation)):
+        if parts := side.parts(layer, operation):
             return sum_of_parts(parts, shape_of(parts))
     return None
 
@@ -302,7 +304,7 @@ def _moved_scores(
     By what the logits differ, which are compared themselves, and half a spacing of the scores' own type. Where a side
     has no logits: what rounding explains of a token's scores.
     """
-    pair = [side.by_operation.get((layer, ROUTER_LOGITS), []) for side in sides]
+    pair = [side.parts(layer, ROUTER_LOGITS) for side in sides]
     if not all(pair):
         rms_T1 = np.sqrt(np.nanmean(scores_TE.astype(np.float64) ** 2, axis=1, keepdims=True))
         return (tolerance.rms * (rms_T1 + np.abs(scores_TE))).astype(np.float32)
@@ -357,7 +359,7 @@ def _with_experts(
     difference: Difference, pair: Pair, sides: tuple[_Recorded, _Recorded], tolerance: Tolerance
 ) -> Difference:
     """With the experts whose tokens alone differ, where there are any: every token of theirs, and no other token."""
-    choices = sides[1].by_operation.get((difference.layer, ROUTER_CHOICES))
+    choices = sides[1].parts(difference.layer, ROUTER_CHOICES)
     if not choices:
         return difference
     ours, theirs, allowed_TF = _wholes(pair, tolerance)

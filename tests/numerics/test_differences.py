@@ -288,7 +288,11 @@ def test_experts_are_told_by_their_tokens() -> None:
 def test_files_of_parts_read_back(tmp_path: Path) -> None:
     parts = [part(layer=3, rank=2, features=slice(4, 9)), part(terms=(1, 2, 4))]
     write_parts(tmp_path / "parts.npz", parts)
-    for read, written in zip(read_parts(tmp_path / "parts.npz"), parts, strict=True):
+    stored = read_parts(tmp_path / "parts.npz")
+    assert compare(stored, [parts[0]], "float32")[0].num_tokens == TOKENS
+    for lazy, written in zip(stored, parts, strict=True):
+        assert (lazy.end_feature, lazy.is_empty) == (written.end_feature, written.is_empty)
+        read = lazy.loaded()
         assert replace(read, values_NF=written.values_NF, tokens_N=written.tokens_N).__dict__ == (
             written.__dict__
         )
