@@ -326,10 +326,12 @@ def _is_tie(
 
     pair_open: the experts [E] of the groups that each side took, which alone it can have passed over; None: all.
     """
-    ours_E, theirs_E = pair[0] & ~pair[1], pair[1] & ~pair[0]
+    ours_E = pair[0] & ~pair[1]
+    theirs_E = pair[1] & ~pair[0]
     gaps = scores_E[ours_E][:, None] - scores_E[theirs_E]
     moved = moved_E[ours_E][:, None] + moved_E[theirs_E]
-    are_theirs_wrong, are_ours_wrong = ~(gaps <= moved), ~(gaps >= -moved)
+    are_theirs_wrong = ~(gaps <= moved)
+    are_ours_wrong = ~(gaps >= -moved)
     if pair_open:
         are_theirs_wrong &= pair_open[1][ours_E][:, None]
         are_ours_wrong &= pair_open[0][theirs_E]
