@@ -37,9 +37,9 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
             with record.phase("start"):
                 fleet = make_fleet(cluster, recipe, log.say, learns=False)
             reshard(fleet, record)
-        timeline = StepTimeline(cluster, recipe.timeline, log.folder, log.say)
+        timeline = StepTimeline(cluster, recipe.run.timeline, log.folder, log.say)
         for step in range(1, recipe.run.steps + 1):
-            with timeline.of(step), log.step(step) as record:
+            with timeline.recording(step), log.step(step) as record:
                 with record.phase("rollout"):
                     prompts = inputs.prompts.take(recipe.rollout.prompts_per_step)
                     groups = fleet.engines.sample(prompts, sampling_of(recipe, step))
@@ -74,10 +74,10 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
             learning_rate=policy_lr(recipe, fleet),
         )
         timeline = StepTimeline(
-            cluster, recipe.timeline, log.folder, log.say, lambda: fleet.trainers.workers
+            cluster, recipe.run.timeline, log.folder, log.say, lambda: fleet.trainers.workers
         )
         for number in range(1, recipe.run.steps + 1):
-            with timeline.of(number), log.step(number) as record:
+            with timeline.recording(number), log.step(number) as record:
                 groups = fleet.put(samples.groups(number))
                 groups = with_overlong_penalty(groups, run.hyperparameters, recipe.longest_sample)
                 record_groups(record, groups, recipe.algorithm.name)

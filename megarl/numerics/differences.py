@@ -99,14 +99,16 @@ class Difference:
 
 
 @dataclass
-class _Recorded:
+class _PartsOfSide:
+    """What the ranks of one side recorded, by layer and operation."""
+
     by_operation: dict[tuple[int, str], list[AnyPart]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     @staticmethod
-    def of(parts: Sequence[AnyPart]) -> _Recorded:
-        side = _Recorded()
+    def of(parts: Sequence[AnyPart]) -> _PartsOfSide:
+        side = _PartsOfSide()
         for part in parts:
             if not part.is_empty:
                 side.by_operation[part.layer, part.operation].append(part)
@@ -122,7 +124,7 @@ def compare(ours: Sequence[AnyPart], theirs: Sequence[AnyPart], dtype: str) -> l
 
     dtype: in which the coarser side computes, of `SPACING`.
     """
-    sides = _Recorded.of(ours), _Recorded.of(theirs)
+    sides = _PartsOfSide.of(ours), _PartsOfSide.of(theirs)
     common = [key for key in sides[0].by_operation if key in sides[1].by_operation]
     common = sorted(
         (key for key in common if key[1] in ORDER), key=lambda key: (key[0], ORDER.index(key[1]))
@@ -223,7 +225,7 @@ def _difference(key: tuple[int, str], pair: Pair, tolerance: Tolerance) -> Diffe
 
 
 def _choices(
-    layer: int, pair: Pair, sides: tuple[_Recorded, _Recorded], tolerance: Tolerance
+    layer: int, pair: Pair, sides: tuple[_PartsOfSide, _PartsOfSide], tolerance: Tolerance
 ) -> Difference:
     """Of the experts that routers choose: 1 where a token goes to an expert, else 0.
 
@@ -256,7 +258,7 @@ def _choices(
 
 def _ties(
     layer: int,
-    sides: tuple[_Recorded, _Recorded],
+    sides: tuple[_PartsOfSide, _PartsOfSide],
     ours_TE: BoolArray,
     theirs_TE: BoolArray,
     tolerance: Tolerance,
@@ -284,7 +286,7 @@ def _ties(
 
 
 def _router_output(
-    operation: str, layer: int, sides: tuple[_Recorded, _Recorded]
+    operation: str, layer: int, sides: tuple[_PartsOfSide, _PartsOfSide]
 ) -> FloatArray | None:
     """[T, E or groups]: of the first side that has it."""
     for side in sides:
@@ -295,7 +297,7 @@ def _router_output(
 
 def _moved_scores(
     layer: int,
-    sides: tuple[_Recorded, _Recorded],
+    sides: tuple[_PartsOfSide, _PartsOfSide],
     scores_TE: FloatArray,
     tolerance: Tolerance,
 ) -> FloatArray:
@@ -358,7 +360,10 @@ def _of_groups(chosen_E: BoolArray, num_groups: int) -> BoolArray:
 
 
 def _with_experts(
-    difference: Difference, pair: Pair, sides: tuple[_Recorded, _Recorded], tolerance: Tolerance
+    difference: Difference,
+    pair: Pair,
+    sides: tuple[_PartsOfSide, _PartsOfSide],
+    tolerance: Tolerance,
 ) -> Difference:
     """With the experts whose tokens alone differ, where there are any: every token of theirs, and no other token."""
     choices = sides[1].parts(difference.layer, ROUTER_CHOICES)

@@ -13,6 +13,8 @@ from numpy.lib.npyio import NpzFile
 from megarl.types import FloatArray, IntArray
 
 Terms = tuple[int, int, int]
+TRAINING = "training"
+ENGINE = "engine"
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,16 @@ class StoredPart:
 
 
 AnyPart = OutputPart | StoredPart
+
+
+def output_file(folder: Path, side: str, rank: int) -> Path:
+    """Of one rank. side: TRAINING or ENGINE."""
+    return folder / f"{side}-{rank}.npz"
+
+
+def read_side(folder: Path, side: str) -> list[StoredPart]:
+    """The parts of all ranks of a side whose files are in a folder."""
+    return [part for file in sorted(folder.glob(f"{side}-*.npz")) for part in read_parts(file)]
 
 
 def write_parts(path: Path, parts: Sequence[OutputPart]) -> None:
