@@ -312,7 +312,9 @@ def _moved_scores(
         return (tolerance.rms * (rms_T1 + np.abs(scores_TE))).astype(np.float32)
     # sigmoids and softmax are of two-byte numbers at the coarsest, also where weights are quantised
     spacing = min(SPACING[tolerance.dtype], SPACING["bfloat16"])
-    a_TE, b_TE = (sum_of_parts(parts, scores_TE.shape).astype(np.float64) for parts in pair)
+    num_tokens, num_experts = scores_TE.shape
+    shape = max(shape_of(*pair)[0], num_tokens), num_experts
+    a_TE, b_TE = (sum_of_parts(of, shape)[:num_tokens].astype(np.float64) for of in pair)
     if not np.allclose(a_TE, scores_TE, rtol=1e-3, atol=1e-3, equal_nan=True):
         a_TE, b_TE = ((1 + np.tanh(logits_TE / 2)) / 2 for logits_TE in (a_TE, b_TE))
     return (np.abs(a_TE - b_TE) + spacing / 2 * np.abs(a_TE)).astype(np.float32)
