@@ -224,7 +224,7 @@ def compare_layers(
         Path | None,
         Option(metavar="FILE", help="Tokens of a file of `megarl rollout`, not of samples.jsonl."),
     ] = None,
-    tokens: Annotated[int, Option(min=8, max=2**20, help="How many, at most.")] = 256,
+    tokens: Annotated[int, Option(min=8, max=4096, help="How many, at most.")] = 64,
 ) -> None:
     """Name the first layer and operation whose outputs differ between training ranks and engine.
 

@@ -20,9 +20,14 @@ from megarl.fleet.fleet import training_fleet
 from megarl.fleet.rank_groups import PolicyRanks
 from megarl.model.shape import ModelShape
 from megarl.numerics import operations
-from megarl.numerics.differences import compare, first_difference
-from megarl.numerics.parts import ENGINE, TRAINING, OutputPart, read_side
-from megarl.numerics.report import NamedSide, Sides, table_lines, verdict
+from megarl.numerics.differences import (
+    compare,
+    first_difference,
+    left_out,
+    unchecked_layers,
+)
+from megarl.numerics.parts import ENGINE, TRAINING, AnyPart, OutputPart, read_side
+from megarl.numerics.report import NamedSide, Sides, left_out_lines, table_lines, verdict
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Roles, resolve
 from megarl.placement.train_layout import RankCoords, TrainLayout
@@ -54,7 +59,7 @@ class CompareOptions:
 def compare_run(
     recipe: Recipe, asked: CompareOptions, print_result: Say, print_progress: Say
 ) -> int:
-    """Compare; the exit code: 0 all agree, 3 something differs, 1 no operation was recorded on both sides.
+    """Compare; the exit code: 0 all agree, 3 something differs, 1 of some layer nothing was compared.
 
     Raises UserErrors, and WorkerFailed of a process.
     """
@@ -88,16 +93,19 @@ def compare_run(
         dtype = recipe.model.dtype
     differences = compare(ours, theirs, dtype)
     lengths = [len(token_ids_T) for token_ids_T in sequences]
-    print_result(verdict(differences, recording.sides(has_engine), lengths))
-    for line in table_lines(differences):
+    sides = recording.sides(has_engine)
+    unchecked = unchecked_layers(differences, shape.num_layers)
+    print_result(verdict(differences, sides, lengths, unchecked))
+    lines = left_out_lines(left_out(ours, theirs, differences), sides)
+    for line in [*table_lines(differences), *lines]:
         print_result(line)
     print_result(
         f"in units of each output's RMS; explained: by rounding in {dtype}, growing with the root of the operations"
     )
     print_result(f"the outputs are in {folder}")
-    if not differences:
-        return _NOTHING_COMPARED
-    return _DIFFERS if first_difference(differences) else 0
+    if first_difference(differences):
+        return _DIFFERS
+    return _NOTHING_COMPARED if unchecked else 0
 
 
 def find_checkpoint(recipe: Recipe, run: Path, step: int | None, say: Say) -> Snapshot | None:
@@ -137,7 +145,7 @@ class _LayerRecording:
             for file in folder.glob("*.npz"):
                 file.unlink()
 
-    def with_engine(self) -> tuple[list[OutputPart], list[OutputPart]]:
+    def with_engine(self) -> tuple[Sequence[AnyPart], Sequence[AnyPart]]:
         """The outputs of the training ranks and of the first engine, whose choices of experts they replay."""
         recipe = self.roles.recipe
         layout = self.roles.policy.layout
@@ -159,7 +167,7 @@ class _LayerRecording:
             fleet.shutdown()
         return read_side(self.folder, TRAINING), theirs
 
-    def with_one_rank(self) -> tuple[list[OutputPart], list[OutputPart]]:
+    def with_one_rank(self) -> tuple[Sequence[AnyPart], Sequence[AnyPart]]:
         """The outputs of the training ranks and of one rank with the same weights, whose choices they replay."""
         num_terms = self.roles.policy.layout.tp
         alone = self.folder / "one-rank"
@@ -220,7 +228,7 @@ class _LayerRecording:
             values_NF=values[:, None],
         )
 
-    def _experts(self, parts: Sequence[OutputPart]) -> list[np.ndarray] | None:
+    def _experts(self, parts: Sequence[AnyPart]) -> list[np.ndarray] | None:
         """Of each sequence the experts [T, layers with experts, K] that a side chose; None: not recorded."""
         shape = self.roles.policy.shape
         lengths = [len(token_ids_T) for token_ids_T in self.sequences]
@@ -231,14 +239,14 @@ class _LayerRecording:
 
 
 def chosen_experts(
-    parts: Sequence[OutputPart], shape: ModelShape, num_tokens: int
+    parts: Sequence[AnyPart], shape: ModelShape, num_tokens: int
 ) -> np.ndarray | None:
     """[T, layers with experts, K], int16: -1 where a token's choice is not known; None for a model without experts."""
     layers = [layer for layer in range(shape.num_layers) if not shape.is_dense(layer)]
     of_layers: dict[int, list[OutputPart]] = {layer: [] for layer in layers}
     for part in parts:
         if part.operation == operations.ROUTER_CHOICES:
-            of_layers[part.layer].append(part)
+            of_layers[part.layer].append(part.loaded())
     num_chosen = max(
         (int(part.values_NF.sum(1).max(initial=0)) for of in of_layers.values() for part in of),
         default=0,

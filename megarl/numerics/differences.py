@@ -14,9 +14,10 @@ from megarl.numerics.operations import (
     ORDER,
     ROUTER_CHOICES,
     ROUTER_GROUPS,
+    ROUTER_LOGITS,
     ROUTER_SCORES,
 )
-from megarl.numerics.parts import OutputPart
+from megarl.numerics.parts import AnyPart, OutputPart
 from megarl.numerics.wholes import (
     WholeOutput,
     assembled,
@@ -31,6 +32,10 @@ from megarl.types.arrays import BoolArray, FloatArray
 # the unit roundoff of each type, doubled: the spacing of numbers from 1 on
 SPACING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "fp8": 2.0**-3}
 
+# what the errors of any number of operations come to at most: norms and residuals keep them from growing on; of fp8,
+# weights and inputs of each linear layer are off by some 4 %
+LARGEST_RMS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02, "fp8": 0.3}
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -38,7 +43,7 @@ class Tolerance:
 
     Each operation rounds its output to the type, by half a spacing at most on each side, and sums products of up to
     `width` features in float32; errors of different operations are independent, so that they add as the root of their
-    number.
+    number, up to LARGEST_RMS.
     """
 
     dtype: str
@@ -49,7 +54,7 @@ class Tolerance:
     def rms(self) -> float:
         """Of the differences' RMS to the outputs'."""
         of_one = SPACING[self.dtype] + SPACING["float32"] * math.sqrt(self.width)
-        return of_one * math.sqrt(self.operations)
+        return min(of_one * math.sqrt(self.operations), LARGEST_RMS[self.dtype])
 
     def of_elements(self, values_TF: FloatArray) -> FloatArray:
         """[T, F]: what each element may differ by: as many normal deviations as the largest of all is expected at.
@@ -97,23 +102,25 @@ class Difference:
 class _PartsOfSide:
     """What the ranks of one side recorded, by layer and operation."""
 
-    by_operation: dict[tuple[int, str], list[OutputPart]] = field(
+    by_operation: dict[tuple[int, str], list[AnyPart]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     @staticmethod
-    def of(parts: Sequence[OutputPart]) -> _PartsOfSide:
+    def of(parts: Sequence[AnyPart]) -> _PartsOfSide:
         side = _PartsOfSide()
         for part in parts:
-            if part.values_NF.size:
+            if not part.is_empty:
                 side.by_operation[part.layer, part.operation].append(part)
         return side
 
+    def parts(self, layer: int, operation: str) -> list[OutputPart]:
+        """In memory as long as the caller has them; [] where there are none."""
+        return [part.loaded() for part in self.by_operation.get((layer, operation), ())]
 
-def compare(
-    ours: Sequence[OutputPart], theirs: Sequence[OutputPart], dtype: str
-) -> list[Difference]:
-    """A difference for each operation that both sides have, in the order of computation.
+
+def compare(ours: Sequence[AnyPart], theirs: Sequence[AnyPart], dtype: str) -> list[Difference]:
+    """A difference for each operation that both sides have, in the order of computation; one is in memory at a time.
 
     dtype: in which the coarser side computes, of `SPACING`.
     """
@@ -126,7 +133,7 @@ def compare(
     differences = []
     for number, key in enumerate(common, start=1):
         tolerance = Tolerance(dtype, width, number)
-        pair = sides[0].by_operation[key], sides[1].by_operation[key]
+        pair = sides[0].parts(*key), sides[1].parts(*key)
         if key[1] == ROUTER_CHOICES:
             difference = _choices(key[0], pair, sides, tolerance)
         else:
@@ -140,6 +147,35 @@ def compare(
 def first_difference(differences: Sequence[Difference]) -> Difference | None:
     """The culprit; None where all agree."""
     return next((difference for difference in differences if difference.differs), None)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An operation that was not compared.
+
+    has_ours, has_theirs: whether a side recorded it; where both did, no token is whole on both.
+    """
+
+    layer: int
+    operation: str
+    has_ours: bool
+    has_theirs: bool
+
+
+def left_out(
+    ours: Sequence[AnyPart], theirs: Sequence[AnyPart], differences: Sequence[Difference]
+) -> list[LeftOut]:
+    """What either side recorded and `compare` has no difference of, in the order of computation."""
+    compared = {(difference.layer, difference.operation) for difference in differences}
+    recorded = [{(part.layer, part.operation) for part in parts} for parts in (ours, theirs)]
+    keys = [key for key in (recorded[0] | recorded[1]) - compared if key[1] in ORDER]
+    keys.sort(key=lambda key: (key[0], ORDER.index(key[1])))
+    return [LeftOut(*key, key in recorded[0], key in recorded[1]) for key in keys]
+
+
+def unchecked_layers(differences: Sequence[Difference], num_layers: int) -> list[int]:
+    """The layers of a model of which no operation was compared."""
+    return sorted(set(range(num_layers)) - {difference.layer for difference in differences})
 
 
 Pair = tuple[list[OutputPart], list[OutputPart]]
@@ -200,7 +236,7 @@ def _choices(
     a_TE, b_TE = (np.nan_to_num(whole.values_TF) > 0 for whole in (ours, theirs))
     is_known_T = ~_any_feature(np.isnan(ours.values_TF) | np.isnan(theirs.values_TF))
     differs_TE = (a_TE != b_TE) & is_known_T[:, None]
-    is_tie_T = _ties(layer, sides, a_TE & ~b_TE, b_TE & ~a_TE, tolerance)
+    is_tie_T = _ties(layer, sides, a_TE, b_TE, tolerance)
     differs_TE &= ~is_tie_T[:, None]
     differing_T = _any_feature(differs_TE)
     token = int(differing_T.argmax())
@@ -223,33 +259,106 @@ def _choices(
 def _ties(
     layer: int,
     sides: tuple[_PartsOfSide, _PartsOfSide],
-    only_ours_TE: BoolArray,
-    only_theirs_TE: BoolArray,
+    ours_TE: BoolArray,
+    theirs_TE: BoolArray,
     tolerance: Tolerance,
 ) -> BoolArray:
-    """[T]: whether rounding explains that the sides chose different experts."""
-    is_tie_T = np.zeros(len(only_ours_TE), np.bool_)
-    for operation in (ROUTER_SCORES, ROUTER_GROUPS):
-        parts = [part for side in sides for part in side.by_operation.get((layer, operation), ())]
-        if not parts:
-            continue
-        scores_TS = sum_of_parts(parts, shape_of(parts))
-        near = 2 * float(np.nanmax(tolerance.of_elements(scores_TS)))
-        experts_each = only_ours_TE.shape[1] // scores_TS.shape[1]
-        ours_TS, theirs_TS = (
-            _any_feature(chosen_TE.reshape(-1, experts_each)).reshape(len(chosen_TE), -1)
-            for chosen_TE in (only_ours_TE, only_theirs_TE)
-        )
-        for token in np.flatnonzero(only_ours_TE.any(1) & only_theirs_TE.any(1)):
-            ours = scores_TS[token, ours_TS[token]]
-            theirs = scores_TS[token, theirs_TS[token]]
-            gaps = np.abs(ours[:, None] - theirs[None])
-            if operation == ROUTER_SCORES:
-                is_tie_T[token] |= bool(gaps.max() <= near)
-            elif not (ours_TS[token] & theirs_TS[token]).all():
-                # one group in place of another; which experts are then chosen follows from it
-                is_tie_T[token] |= bool(gaps.min() <= near)
+    """[T]: whether rounding explains that the sides chose different experts.
+
+    Each expert that one side alone chose must be as near to each that the other alone chose as their scores have moved.
+    """
+    is_tie_T = np.zeros(len(ours_TE), np.bool_)
+    scores_TE = _router_output(ROUTER_SCORES, layer, sides)
+    if scores_TE is None:
+        return is_tie_T
+    moved_TE = _moved_scores(layer, sides, scores_TE, tolerance)
+    groups_TG = _router_output(ROUTER_GROUPS, layer, sides)
+    for token in np.flatnonzero((ours_TE != theirs_TE)[: len(scores_TE)].any(1)):
+        pair = ours_TE[token], theirs_TE[token]
+        if pair[0].sum() == pair[1].sum():
+            scores = scores_TE[token], moved_TE[token]
+            is_tie_T[token] = _is_tie(*scores, pair, pair_open=None)
+            if groups_TG is not None and _is_group_tie(groups_TG[token], scores[1], pair):
+                num_groups = groups_TG.shape[1]
+                pair_open = _of_groups(pair[0], num_groups), _of_groups(pair[1], num_groups)
+                is_tie_T[token] |= _is_tie(*scores, pair, pair_open)
     return is_tie_T
+
+
+def _router_output(
+    operation: str, layer: int, sides: tuple[_PartsOfSide, _PartsOfSide]
+) -> FloatArray | None:
+    """[T, E or groups]: of the first side that has it."""
+    for side in sides:
+        if parts := side.parts(layer, operation):
+            return sum_of_parts(parts, shape_of(parts))
+    return None
+
+
+def _moved_scores(
+    layer: int,
+    sides: tuple[_PartsOfSide, _PartsOfSide],
+    scores_TE: FloatArray,
+    tolerance: Tolerance,
+) -> FloatArray:
+    """[T, E]: by how much each score may differ between the sides.
+
+    By what the logits differ, which are compared themselves, and half a spacing of the scores' own type. Where a side
+    has no logits: what rounding explains of a token's scores.
+    """
+    pair = [side.parts(layer, ROUTER_LOGITS) for side in sides]
+    if not all(pair):
+        rms_T1 = np.sqrt(np.nanmean(scores_TE.astype(np.float64) ** 2, axis=1, keepdims=True))
+        return (tolerance.rms * (rms_T1 + np.abs(scores_TE))).astype(np.float32)
+    # sigmoids and softmax are of two-byte numbers at the coarsest, also where weights are quantised
+    spacing = min(SPACING[tolerance.dtype], SPACING["bfloat16"])
+    num_tokens, num_experts = scores_TE.shape
+    shape = max(shape_of(*pair)[0], num_tokens), num_experts
+    a_TE, b_TE = (sum_of_parts(of, shape)[:num_tokens].astype(np.float64) for of in pair)
+    if not np.allclose(a_TE, scores_TE, rtol=1e-3, atol=1e-3, equal_nan=True):
+        a_TE, b_TE = ((1 + np.tanh(logits_TE / 2)) / 2 for logits_TE in (a_TE, b_TE))
+    return (np.abs(a_TE - b_TE) + spacing / 2 * np.abs(a_TE)).astype(np.float32)
+
+
+def _is_tie(
+    scores_E: FloatArray,
+    moved_E: FloatArray,
+    pair: tuple[BoolArray, BoolArray],
+    pair_open: tuple[BoolArray, BoolArray] | None,
+) -> bool:
+    """Whether no side passed over an expert whose score is higher by more than it may have moved.
+
+    pair_open: the experts [E] of the groups that each side took, which alone it can have passed over; None: all.
+    """
+    ours_E = pair[0] & ~pair[1]
+    theirs_E = pair[1] & ~pair[0]
+    gaps = scores_E[ours_E][:, None] - scores_E[theirs_E]
+    moved = moved_E[ours_E][:, None] + moved_E[theirs_E]
+    are_theirs_wrong = ~(gaps <= moved)
+    are_ours_wrong = ~(gaps >= -moved)
+    if pair_open:
+        are_theirs_wrong &= pair_open[1][ours_E][:, None]
+        are_ours_wrong &= pair_open[0][theirs_E]
+    return not (are_theirs_wrong | are_ours_wrong).any()
+
+
+def _is_group_tie(
+    scores_G: FloatArray, moved_E: FloatArray, pair: tuple[BoolArray, BoolArray]
+) -> bool:
+    """Whether a group that one side alone took is as near to one that it left as their scores may have moved."""
+    num_groups = len(scores_G)
+    # the score of a group is the sum of its two best experts'
+    moved_G = 2 * moved_E.reshape(num_groups, -1).max(1)
+    ours_G, theirs_G = (_any_feature(chosen_E.reshape(num_groups, -1)) for chosen_E in pair)
+    near_GG = np.abs(scores_G[:, None] - scores_G) <= moved_G[:, None] + moved_G
+    swaps = ((ours_G & ~theirs_G, ~ours_G), (theirs_G & ~ours_G, ~theirs_G))
+    return any(bool(near_GG[np.ix_(taken_G, left_G)].any()) for taken_G, left_G in swaps)
+
+
+def _of_groups(chosen_E: BoolArray, num_groups: int) -> BoolArray:
+    """[E]: the experts of the groups of which some expert was chosen."""
+    of_groups = chosen_E.reshape(num_groups, -1)
+    return np.repeat(_any_feature(of_groups), of_groups.shape[1])
 
 
 def _with_experts(
@@ -259,7 +368,7 @@ def _with_experts(
     tolerance: Tolerance,
 ) -> Difference:
     """With the experts whose tokens alone differ, where there are any: every token of theirs, and no other token."""
-    choices = sides[1].by_operation.get((difference.layer, ROUTER_CHOICES))
+    choices = sides[1].parts(difference.layer, ROUTER_CHOICES)
     if not choices:
         return difference
     ours, theirs, allowed_TF = _wholes(pair, tolerance)

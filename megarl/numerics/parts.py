@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
 from megarl.types import FloatArray, IntArray
 
@@ -37,13 +38,56 @@ class OutputPart:
     def end_feature(self) -> int:
         return self.first_feature + self.values_NF.shape[1]
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.values_NF.size
+
+    def loaded(self) -> OutputPart:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPart:
+    """A part in a file, whose arrays are read anew by each `loaded`. shape: (N, F)."""
+
+    layer: int
+    operation: str
+    rank: int
+    shape: tuple[int, int]
+    first_feature: int
+    terms: Terms | None
+    arrays: NpzFile
+    number: int
+
+    @property
+    def end_feature(self) -> int:
+        return self.first_feature + self.shape[1]
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.shape
+
+    def loaded(self) -> OutputPart:
+        return OutputPart(
+            layer=self.layer,
+            operation=self.operation,
+            rank=self.rank,
+            tokens_N=self.arrays[f"tokens_{self.number}"],
+            values_NF=self.arrays[f"values_{self.number}"],
+            first_feature=self.first_feature,
+            terms=self.terms,
+        )
+
+
+AnyPart = OutputPart | StoredPart
+
 
 def output_file(folder: Path, side: str, rank: int) -> Path:
     """Of one rank. side: TRAINING or ENGINE."""
     return folder / f"{side}-{rank}.npz"
 
 
-def read_side(folder: Path, side: str) -> list[OutputPart]:
+def read_side(folder: Path, side: str) -> list[StoredPart]:
     """The parts of all ranks of a side whose files are in a folder."""
     return [part for file in sorted(folder.glob(f"{side}-*.npz")) for part in read_parts(file)]
 
@@ -55,25 +99,27 @@ def write_parts(path: Path, parts: Sequence[OutputPart]) -> None:
     for number, part in enumerate(parts):
         arrays[f"values_{number}"] = part.values_NF
         arrays[f"tokens_{number}"] = part.tokens_N
-        facts.append([part.layer, part.operation, part.rank, part.first_feature, part.terms])
+        shape = part.values_NF.shape
+        facts.append([part.layer, part.operation, part.rank, shape, part.first_feature, part.terms])
     text = json.dumps(facts).encode()
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, parts=np.frombuffer(text, np.uint8), **arrays)
 
 
-def read_parts(path: Path) -> list[OutputPart]:
-    """What `write_parts` wrote."""
-    with np.load(path, allow_pickle=False) as arrays:
-        facts = json.loads(arrays["parts"].tobytes())
-        return [
-            OutputPart(
-                layer=layer,
-                operation=operation,
-                rank=rank,
-                tokens_N=arrays[f"tokens_{number}"],
-                values_NF=arrays[f"values_{number}"],
-                first_feature=first_feature,
-                terms=tuple(terms) if terms else None,
-            )
-            for number, (layer, operation, rank, first_feature, terms) in enumerate(facts)
-        ]
+def read_parts(path: Path) -> list[StoredPart]:
+    """What `write_parts` wrote, without the arrays, which would not fit into memory; the file stays open for them."""
+    arrays = np.load(path, allow_pickle=False)
+    facts = json.loads(arrays["parts"].tobytes())
+    return [
+        StoredPart(
+            layer=layer,
+            operation=operation,
+            rank=rank,
+            shape=tuple(shape),
+            first_feature=first_feature,
+            terms=tuple(terms) if terms else None,
+            arrays=arrays,
+            number=number,
+        )
+        for number, (layer, operation, rank, shape, first_feature, terms) in enumerate(facts)
+    ]

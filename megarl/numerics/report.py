@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megarl.numerics.differences import Difference, first_difference
+from megarl.numerics.differences import Difference, LeftOut, first_difference
 from megarl.numerics.operations import layer_name
 
 
@@ -32,13 +32,23 @@ class NamedSide:
 Sides = tuple[NamedSide, NamedSide]
 
 
-def verdict(differences: Sequence[Difference], sides: Sides, lengths: Sequence[int]) -> str:
-    """One line: the first operation that differs, by how much, where, and on which ranks. lengths: of the sequences."""
+def verdict(
+    differences: Sequence[Difference],
+    sides: Sides,
+    lengths: Sequence[int],
+    unchecked: Sequence[int] = (),
+) -> str:
+    """One line: the first operation that differs, by how much, where, and on which ranks.
+
+    lengths: of the sequences. unchecked: the layers of which nothing was compared.
+    """
     if not differences:
         return "nothing was recorded on both sides, so that nothing can be compared"
     difference = first_difference(differences)
+    if difference is None and unchecked:
+        return f"{_layers(unchecked)}: nothing was compared; all other operations agree ({len(differences)})"
     if difference is None:
-        return f"all operations agree ({len(differences)})"
+        return f"all operations agree ({len(differences)}); {_hidden(differences)}"
     where = _where(difference)
     return f"{where} differs: {_ranks(difference, sides)}; {_amount(difference, lengths)}"
 
@@ -69,6 +79,43 @@ def table_lines(differences: Sequence[Difference]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def left_out_lines(left_out: Sequence[LeftOut], sides: Sides) -> list[str]:
+    """A line for each operation that was not compared in some layers, and why."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for each in left_out:
+        if each.has_ours and each.has_theirs:
+            why = "no token is whole on both sides"
+        else:
+            why = f"only {sides[each.has_theirs].noun}s have it"
+        layers.setdefault((each.operation, why), []).append(each.layer)
+    return [
+        f"not compared: {', '.join(filter(None, (operation, _layers(of))))}: {why}"
+        for (operation, why), of in layers.items()
+    ]
+
+
+def _layers(layers: Sequence[int]) -> str:
+    """For people, in ranges; "" before the first layer and after the last one."""
+    if not layer_name(layers[0]):
+        return ""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    ranges = [
+        f"{start}-{end}" if end > start else f"{start}"
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(ranges)}"
+
+
+def _hidden(differences: Sequence[Difference]) -> str:
+    """What errors rounding could hide, and from where on."""
+    largest = max(differences, key=lambda difference: difference.allowed_rms)
+    return (
+        f"from {_where(largest)} on rounding could hide an error of {largest.allowed_rms:.1g} in the mean and"
+        f" {largest.allowed_largest:.1g} at an element, in units of an output's RMS; before, a smaller one"
+    )
 
 
 def _where(difference: Difference) -> str:

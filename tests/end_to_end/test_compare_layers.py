@@ -36,5 +36,5 @@ def test_the_culprit_is_on_the_first_line(launch: Callable, tmp_path: Path) -> N
 
     agreeing = launch(*SMALL, ODD_ROPE, "--against=rank", verb="compare-layers", recipe=run)
     agreeing.ends_well(300)
-    assert agreeing.out.startswith("all operations agree (55)\n")
+    assert agreeing.out.startswith("all operations agree (55); from ")
     assert not read_side(run / "layers", ENGINE), "files of an earlier comparison"

@@ -14,7 +14,7 @@ from megarl.commands.compare_layers import chosen_experts
 from megarl.model.hf_config import model_shape
 from megarl.numerics import operations
 from megarl.numerics.differences import Difference, compare, first_difference
-from megarl.numerics.parts import OutputPart, read_parts
+from megarl.numerics.parts import StoredPart, read_parts
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import IntArray
 from tests.parallel import checkpoints
@@ -62,12 +62,12 @@ def record(trainer: Any, folder: Path, faults: Mapping[str, tuple[str, int]]) ->
 
 def recorded(
     path: Path, folder: Path, layout: TrainLayout, faults: Mapping[str, tuple[str, int]]
-) -> Callable[[str], list[OutputPart]]:
+) -> Callable[[str], list[StoredPart]]:
     for name in ("clean", *faults):
         (folder / name).mkdir(parents=True)
     run_world(recipe(path, layout), record, folder, faults)
 
-    def parts(name: str) -> list[OutputPart]:
+    def parts(name: str) -> list[StoredPart]:
         files = sorted((folder / name).iterdir())
         assert len(files) == layout.world_size
         return [part for file in files for part in read_parts(file)]
@@ -76,7 +76,7 @@ def recorded(
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[OutputPart]]]:
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[StoredPart]]]:
     """Each family's checkpoint, and what one rank gives."""
     found = {}
     for family in ("qwen3-moe", "deepseek-v3"):
@@ -170,7 +170,7 @@ def test_layouts_agree_in_bfloat16_where_experts_are_replayed(
 
     def outputs(
         name: str, layout: TrainLayout, experts: list[np.ndarray] | None
-    ) -> list[OutputPart]:
+    ) -> list[StoredPart]:
         folder = tmp_path / name
         folder.mkdir()
         run_world(recipe(path, layout, dtype="bfloat16"), record_replaying, folder, experts)

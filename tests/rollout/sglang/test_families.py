@@ -13,7 +13,7 @@ import pytest
 from megarl.model.hf_config import model_shape
 from megarl.numerics import operations
 from megarl.numerics.differences import compare, first_difference
-from megarl.numerics.parts import OutputPart, read_parts
+from megarl.numerics.parts import StoredPart, read_parts
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.types.sampling import Sampling
@@ -133,7 +133,7 @@ def test_the_map_describes_the_parameters(served: Served) -> None:
         served.reshard(shape=asdict(other), engine=asdict(served.layout))
 
 
-def layers_of(served: Served, folder: Path) -> list[OutputPart]:
+def layers_of(served: Served, folder: Path) -> list[StoredPart]:
     folder.mkdir()
     tokens = [token_ids_T.tolist() for token_ids_T in sequences()]
     logprobs = asyncio.run(served.engine.record_layers(folder, tokens, served.layout.tp))
