@@ -19,7 +19,7 @@ from megarl.diagnosis.stacks import answer_with_stacks
 from megarl.printable import Say, describe_error
 
 _LOOK_S = 0.5
-_BEFORE_END_S = 15.0  # for which the end of a run waits for its page
+_BEFORE_END_S = 15.0  # for which the end of a run waits for a page
 _FOLDER = "hangs"
 
 
@@ -45,8 +45,10 @@ class HangWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """It may be in the middle of a report, which nobody needs any more."""
+        """It may be in the middle of a report, which asks Ray: wait for its end, and no longer than a report takes."""
         self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join(_BEFORE_END_S)
 
     def before_end(self, problem: str) -> None:
         """Write the page before the run ends because of a process that hangs; returns soon, come what may."""

@@ -318,9 +318,9 @@ class Cluster(Calls):
 
     def close(self) -> None:
         """End the session and remove all of its processes, sockets, shared-memory files and folders."""
-        if self._hang_watch:
-            self._hang_watch.end()
         with processes.interrupts_ignored():
+            if self._hang_watch:
+                self._hang_watch.end()
             ended = self._pids_here()
             ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}
             # Ray's own shutdown would wait for the dead server
