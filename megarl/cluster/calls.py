@@ -214,8 +214,8 @@ class Calls:
             f"{still_s[worker]:.0f} s{others}"
         )
         failure = WorkerFailed(problem, problem, worker.name)
-        self._before_hang(problem)
         if worker not in self._owners:
+            self._before_hang(problem)
             raise failure
         self._lose(worker, failure)
 

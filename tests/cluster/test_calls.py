@@ -206,6 +206,7 @@ def test_calls_settle_where_the_last_one_to_be_waited_for_stands_still(
     looks = iter(range(3))
     monkeypatch.setattr(session, "_judge_silence", lambda _: next(looks))
     monkeypatch.setattr(session._stillness, "is_overdue", lambda _, still_s: still_s == [30.0])
+    monkeypatch.setattr(session, "_before_hang", pytest.fail)
     assert session.settled("call")
     assert session.told == ["watch"]
 
