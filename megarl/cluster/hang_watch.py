@@ -24,7 +24,9 @@ _FOLDER = "hangs"
 
 
 class HangWatch:
-    """Made by the cluster of a run, and ended with it. A phase has one page at most, besides those asked for."""
+    """Made by the cluster of a run, and ended with it. A phase has one page at most, besides those asked for
+    and that of a run's end.
+    """
 
     def __init__(
         self, phases: PhaseClock, folder: Path, say: Say, view: Callable[[], ClusterView]
@@ -52,7 +54,9 @@ class HangWatch:
 
     def before_end(self, problem: str) -> None:
         """Write the page before the run ends because of a process that hangs; returns soon, come what may."""
-        thread = threading.Thread(target=self._report_once, args=(problem,), daemon=True)
+        thread = threading.Thread(
+            target=self._report, args=(problem, self._phases.current), daemon=True
+        )
         thread.start()
         thread.join(_BEFORE_END_S)
 
