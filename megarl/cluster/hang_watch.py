@@ -37,6 +37,8 @@ class HangWatch:
         self._say = say
         self._view = view
         self._reported: Phase | None = None
+        # names of pages, also of the run before it was resumed: the disk is not asked while it may hang
+        self._taken: set[str] = set()
         # one report at a time, by whichever thread
         self._reporting = threading.Lock()
         self._is_over = threading.Event()
@@ -44,6 +46,7 @@ class HangWatch:
 
     def start(self) -> None:
         answer_with_stacks()
+        self._taken = {file.name for file in self._folder.glob("*.txt")}
         self._thread.start()
 
     def end(self) -> None:
@@ -98,7 +101,8 @@ class HangWatch:
         name = f"step_{phase.step}_{phase.name}" if phase else "between_phases"
         file = self._folder / f"{name}.txt"
         number = 2
-        while file.exists():
+        while file.name in self._taken:
             file = self._folder / f"{name}-{number}.txt"
             number += 1
+        self._taken.add(file.name)
         return file
