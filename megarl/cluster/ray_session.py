@@ -145,7 +145,7 @@ class Cluster(Calls):
         # of a session that is this command's own, the only node is here
         host = self.host if self._joins else nodes[0].address
         has_failed = self._servers is None or self._servers.has_failed
-        return ClusterView(host, workers, nodes, self._slots.dead, not has_failed)
+        return ClusterView(host, workers, nodes, self._slots.seen_dead, not has_failed)
 
     def _begin(self) -> None:
         # Ray's folder is open to everyone, its parent only to this user.
