@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -72,7 +73,9 @@ def look(workers: Mapping[int, str]) -> list[ProcessEvidence]:
     """
     began_s = time.monotonic()
     found = [*_raylets([*workers])]
-    found += [process for pid, name in workers.items() for process in _tree(pid, name, workers)]
+    children = _children()
+    for pid, name in workers.items():
+        found += _tree(pid, name, workers, children)
     pool = ThreadPoolExecutor(_AT_ONCE)
     # ranks, engines, their schedulers, and then what users' functions run in, of which there may be hundreds
     in_turn = sorted(found, key=lambda each: (not each.is_own, each.runs_users_code))
@@ -129,7 +132,18 @@ def _stacks(process: _Process) -> tuple[Sequence[ThreadStack], str]:
     return stacks_of(process.process.pid)
 
 
-def _tree(pid: int, worker: str, others: Collection[int]) -> Iterator[_Process]:
+def _children() -> Mapping[int, Sequence[int]]:
+    """The processes of this node by their parents: psutil itself would read all of /proc for each of them."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for pid in psutil.pids():
+        with suppress(psutil.Error):
+            children[psutil.Process(pid).ppid()].append(pid)
+    return children
+
+
+def _tree(
+    pid: int, worker: str, others: Collection[int], children: Mapping[int, Sequence[int]]
+) -> Iterator[_Process]:
     """A worker and what it has started, without other workers and the servers of Ray."""
     waiting = [(pid, False)]
     while waiting:
@@ -139,7 +153,7 @@ def _tree(pid: int, worker: str, others: Collection[int]) -> Iterator[_Process]:
             if number != pid and (number in others or process.name() in _SERVERS):
                 continue
             runs_users_code = runs_users_code or _USERS_CODE in process.cmdline()
-            waiting += [(child.pid, runs_users_code) for child in process.children()]
+            waiting += [(child, runs_users_code) for child in children.get(number, ())]
             cpu_s = _cpu_s(process)
             yield _Process(process, _title(process), worker, number == pid, cpu_s, runs_users_code)
 
