@@ -52,6 +52,16 @@ def answer_with_stacks() -> None:
     if not _answers:
         _answers.append(os.memfd_create(_FILE_NAME))
         faulthandler.register(_SIGNAL, file=_answers[0], all_threads=True)
+        os.register_at_fork(after_in_child=_answer_apart)
+
+
+def _answer_apart() -> None:
+    """In a fork: it would write into the memory of the process that it comes from."""
+    of_parent = _answers.pop()
+    with suppress(OSError):
+        _answers.append(os.memfd_create(_FILE_NAME))
+        faulthandler.register(_SIGNAL, file=_answers[0], all_threads=True)
+    os.close(of_parent)
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,39 @@ def test_what_users_functions_run_in_comes_last(monkeypatch: pytest.MonkeyPatch)
     assert len(users) == 2 and read == [process.pid, other, *users]
 
 
+def test_a_fork_writes_its_stacks_into_memory_of_its_own():
+    code = """
+import os, time
+from megarl.diagnosis.stacks import answer_with_stacks
+answer_with_stacks()
+child = os.fork()
+def nap_of_the_parent():
+    print(child, flush=True)
+    time.sleep(600)
+def nap_of_the_fork():
+    print("ready", flush=True)
+    time.sleep(600)
+nap_of_the_parent() if child else nap_of_the_fork()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert process.stdout
+        told = {process.stdout.readline().strip() for _ in range(2)}
+        (child,) = map(int, told - {"ready"})
+        for _ in range(2):
+            assert functions([*stacks._answered(child)]) >= {"nap_of_the_fork"}
+            own = functions([*stacks._answered(process.pid)])
+            assert "nap_of_the_parent" in own and "nap_of_the_fork" not in own
+        memories = [stacks._memory_of(pid) for pid in (process.pid, child)]
+        assert len({memory.stat().st_ino for memory in memories if memory}) == 2
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def test_a_process_that_has_ended_is_no_evidence():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
