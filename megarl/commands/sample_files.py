@@ -30,6 +30,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
     cluster = Cluster(
         recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
     )
+    cluster.watch_phases(log.phases, log.folder)
     with cluster, writing(out, vocab_size, recipe.rollout.temperature, "--out") as file:
         log.say("starting training ranks and engines")
         with log.start() as record:
@@ -61,9 +62,11 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
     Raises WorkerFailed when a training rank fails.
     """
     roles = resolve(recipe)
-    with Cluster(
+    session = Cluster(
         roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
-    ) as cluster:
+    )
+    session.watch_phases(log.phases, log.folder)
+    with session as cluster:
         log.say("starting training ranks")
         fleet = training_fleet(cluster, roles)
         log.write_options(fleet.options())
