@@ -229,14 +229,14 @@ def compare_layers(
 ) -> None:
     """Name the first layer and operation whose outputs differ between training ranks and engine.
 
-    Exit code 1: something differs.
+    Exit code 3: something differs.
     """
     _require_recipe(run)
 
     def compare(recipe: Recipe) -> int:
-        from megarl.commands.compare_layers import Comparison, compare_run
+        from megarl.commands.compare_layers import CompareOptions, compare_run
 
-        asked = Comparison(
+        asked = CompareOptions(
             run=run,
             step=step,
             samples=samples,

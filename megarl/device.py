@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -36,26 +36,11 @@ def held_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def memory_table() -> dict[str, int]:
-    """Bytes of memory by what has them: of the GPU and torch's allocator; without a GPU of this process and machine."""
+def gpu_memory() -> tuple[Mapping[str, int], int, int] | None:
+    """Torch's `memory_stats` of this process, and the free and all bytes of its GPU; None without a GPU."""
     if DEVICE == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        stats = torch.cuda.memory_stats()
-        reserved = stats["reserved_bytes.all.current"]
-        return {
-            "tensors": stats["allocated_bytes.all.current"],
-            "tensors at most": stats["allocated_bytes.all.peak"],
-            "torch's unused blocks": reserved - stats["allocated_bytes.all.current"],
-            "all else on the GPU": total - free - reserved,
-            "free": free,
-            "the GPU": total,
-        }
-    machine = psutil.virtual_memory()
-    table = {"resident set": psutil.Process().memory_info().rss}
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        table |= {"address space": psutil.Process().memory_info().vms, "its limit": limit}
-    return table | {"free in the machine": machine.available, "the machine": machine.total}
+        return torch.cuda.memory_stats(), *torch.cuda.mem_get_info()
+    return None
 
 
 def used_gpu_bytes() -> int:

@@ -51,7 +51,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "algos": "advantages and losses",
         "config": "the recipe tree",
-        "diagnosis": "why a run hangs",
+        "diagnosis": "why a run hangs or lacks memory",
         "disk": "faults of a disk",
         "isolation": "worker processes, the sandbox",
         "model": "family, config.json, tokenizer",

@@ -246,7 +246,7 @@ def test_the_examples_of_trackers_and_of_a_timeline_are_recipes(tmp_path: Path) 
     trackers, timeline = recipes
     run = trackers.run
     assert (run.trackers, run.project) == (("tensorboard", "wandb", "mlflow"), "math")
-    assert timeline.timeline == TimelineConfig(steps=(5, 50), profile_ranks=(0,))
+    assert timeline.run.timeline == TimelineConfig(steps=(5, 50), profile_ranks=(0,))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from megarl.cluster.visible_gpus import device_errors
 from megarl.collector import collector_paused
 from megarl.device import use_network, use_sglang_nccl_settings
 from megarl.diagnosis.memory import is_out_of_memory, memory_use
-from megarl.diagnosis.stacks import answer_with_stacks, look_packed
+from megarl.diagnosis.stacks import answer_with_stacks, packed_processes_of
 from megarl.disk import has_open_calls
 from megarl.timeline import recorder
 from megarl.types import ProcessLost, SilentFault, UserError
@@ -146,7 +146,7 @@ class _Shell:
         with _errors_for_ray(), self._log.open(method):
             if asyncio.iscoroutinefunction(function):
                 return await function(*arguments)
-            return await self._on_thread(recorder.in_span, method, function, *arguments)
+            return await self._on_thread(recorder.spanned(method)(function), *arguments)
 
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
         results = [*await self.call(method, *args)]
@@ -173,8 +173,8 @@ class _Shell:
     async def condition(self) -> WorkerCondition:
         return await self._log.condition(self._target)
 
-    async def look(self, pids: Mapping[int, str]) -> bytes:
-        return await asyncio.to_thread(look_packed, pids)
+    async def read_processes(self, pids: Mapping[int, str]) -> bytes:
+        return await asyncio.to_thread(packed_processes_of, pids)
 
     def _still_s(self) -> float:
         """For how long a call has stood still; 0 while it starts, or waits for a disk, which is the disk's matter.
@@ -270,9 +270,9 @@ class Worker:
         """The `WorkerCondition` of the process, also while it is busy."""
         return self._actor.condition.remote()
 
-    def look(self, pids: Mapping[int, str]) -> Ref:
-        """`diagnosis.stacks.look_packed` on the process's node, also while the process is busy."""
-        return self._actor.look.remote(pids)
+    def read_processes(self, pids: Mapping[int, str]) -> Ref:
+        """`diagnosis.stacks.packed_processes_of` on the process's node, also while the process is busy."""
+        return self._actor.read_processes.remote(pids)
 
     @property
     def peer(self) -> Peer:

@@ -21,14 +21,12 @@ from megarl.cluster.actor import Ref, Worker, answers
 from megarl.cluster.node_slots import ReservedNode
 from megarl.diagnosis.evidence import Evidence, NodeEvidence, ProcessEvidence, WorkerEvidence
 from megarl.diagnosis.phases import Phase
-from megarl.diagnosis.stacks import look, unpacked
+from megarl.diagnosis.stacks import processes_of, unpacked
 from megarl.types.conditions import WorkerCondition
 
 _CONDITION_S = 3.0  # for all workers together
-_SOON_S = (
-    0.5  # for what Ray's own servers were asked meanwhile, and once more for the second of them
-)
-_LOOK_S = 4.5  # for the stacks of other nodes, after those of this one were read
+_RAY_S = 0.5  # for each of two questions to Ray's servers, which were asked before the workers
+_STACKS_S = 4.5  # for the stacks of other nodes, after those of this one were read
 _STORE = "object_store_memory"
 
 Result = TypeVar("Result")
@@ -64,7 +62,7 @@ def collect(view: ClusterView, reason: str, phase: Phase | None) -> Evidence:
     dead: list[ReservedNode] = []
     conditions: dict[str, WorkerCondition] = {}
     stores: dict[str, float] = {}
-    looks: dict[str, Ref] = {}
+    calls_by_address: dict[str, Ref] = {}
     workers = view.workers
     if view.may_ask_ray:
         asked_dead = Asked(view.dead)
@@ -72,12 +70,12 @@ def collect(view: ClusterView, reason: str, phase: Phase | None) -> Evidence:
         conditions = _conditions(workers)
         workers = [_with_pid(watched, conditions) for watched in workers]
         view = replace(view, workers=workers)
-        dead = asked_dead.answer(_SOON_S) or []
-        looks = _begun_looks(view, dead, conditions)
-        stores = asked_stores.answer(_SOON_S) or {}
+        dead = asked_dead.answer(_RAY_S) or []
+        calls_by_address = _ask_other_nodes(view, dead, conditions)
+        stores = asked_stores.answer(_RAY_S) or {}
     pids = _pids(view, view.host) | {os.getpid(): "controller"}
-    processes = [replace(process, node=view.host) for process in look(pids)]
-    far, problems = _taken_looks(looks)
+    processes = [replace(process, node=view.host) for process in processes_of(pids)]
+    processes_elsewhere, problems = _read_answers(calls_by_address)
     nodes = [
         NodeEvidence(
             address=node.address,
@@ -92,7 +90,7 @@ def collect(view: ClusterView, reason: str, phase: Phase | None) -> Evidence:
         phase=phase,
         seconds=time.monotonic() - phase.began_s if phase else 0.0,
         workers=[_worker_evidence(watched, conditions) for watched in workers],
-        processes=[*processes, *far],
+        processes=[*processes, *processes_elsewhere],
         nodes=nodes,
     )
 
@@ -130,8 +128,8 @@ def _conditions(workers: Sequence[WatchedWorker]) -> dict[str, WorkerCondition]:
     calls = {watched.worker.condition(): watched.worker.name for watched in workers}
     if not calls:
         return {}
-    told = answers(calls, _CONDITION_S)
-    return {name: answer for name, answer in told.items() if isinstance(answer, WorkerCondition)}
+    by_name = answers(calls, _CONDITION_S)
+    return {name: answer for name, answer in by_name.items() if isinstance(answer, WorkerCondition)}
 
 
 def _with_pid(watched: WatchedWorker, conditions: Mapping[str, WorkerCondition]) -> WatchedWorker:
@@ -141,35 +139,35 @@ def _with_pid(watched: WatchedWorker, conditions: Mapping[str, WorkerCondition])
     return watched
 
 
-def _begun_looks(
+def _ask_other_nodes(
     view: ClusterView, dead: Sequence[ReservedNode], conditions: Mapping[str, WorkerCondition]
 ) -> dict[str, Ref]:
     """By address, the calls that read the stacks on each other node, by a worker there that answers.
 
     Where none answers a process is started for it, if Ray can.
     """
-    looks = {}
+    calls = {}
     for node in view.nodes:
         if node.address == view.host or node in dead:
             continue
         pids = _pids(view, node.address)
         there = [watched.worker for watched in view.workers if watched.node == node.address]
-        looker = next((worker for worker in there if worker.name in conditions), None)
-        if looker is None:
+        reader = next((worker for worker in there if worker.name in conditions), None)
+        if reader is None:
             strategy = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-            looker = Worker(f"stacks of {node.address}", 0, view.host, strategy, gpus=0)
-        looks[node.address] = looker.look(pids)
-    return looks
+            reader = Worker(f"stacks of {node.address}", 0, view.host, strategy, gpus=0)
+        calls[node.address] = reader.read_processes(pids)
+    return calls
 
 
-def _taken_looks(looks: Mapping[str, Ref]) -> tuple[list[ProcessEvidence], dict[str, str]]:
+def _read_answers(calls: Mapping[str, Ref]) -> tuple[list[ProcessEvidence], dict[str, str]]:
     """The processes of other nodes; and by address, why there are none."""
     processes: list[ProcessEvidence] = []
     problems = {}
-    told: dict[str, Any] = {}
-    if looks:
-        told = answers({ref: address for address, ref in looks.items()}, _LOOK_S)
-    for address, answer in told.items():
+    answer_by_address: dict[str, Any] = {}
+    if calls:
+        answer_by_address = answers({ref: address for address, ref in calls.items()}, _STACKS_S)
+    for address, answer in answer_by_address.items():
         if isinstance(answer, bytes):
             processes += [replace(process, node=address) for process in unpacked(answer)]
         else:

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megarl.cluster.hang_evidence import ClusterView, collect
 from megarl.cluster.processes import take_report_request
-from megarl.diagnosis.culprit import culprit
+from megarl.diagnosis.culprit import culprit, named_culprit, seems_hung
+from megarl.diagnosis.evidence import Evidence
 from megarl.diagnosis.page import hang_page
 from megarl.diagnosis.phases import Phase, PhaseClock
 from megarl.diagnosis.stacks import answer_with_stacks
 from megarl.printable import Say, describe_error
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
+_AGAIN_S = 10.0  # what stands still for longer is no moment of a healthy phase
 _BEFORE_END_S = 15.0  # for which the end of a run waits for a page
 _FOLDER = "hangs"
+# how a line begins
+_HANG = "HANG"
+_SLOW = "SLOW"
+_ASKED = "asked for by SIGUSR2"
 
 
 class HangWatch:
@@ -29,16 +36,26 @@ class HangWatch:
     """
 
     def __init__(
-        self, phases: PhaseClock, folder: Path, say: Say, view: Callable[[], ClusterView]
+        self,
+        phases: PhaseClock,
+        folder: Path,
+        say: Say,
+        view: Callable[[], ClusterView],
+        redacted: Callable[[str], str],
     ) -> None:
-        """folder: of the run. view: of the cluster at this moment; it is called in another thread."""
+        """folder: of the run. view: of the cluster at this moment; it is called in another thread.
+
+        redacted: takes the secrets out of a text.
+        """
         self._phases = phases
         self._folder = folder / _FOLDER
         self._say = say
         self._view = view
+        self._redacted = redacted
         self._reported: Phase | None = None
         # names of pages, also of the run before it was resumed: the disk is not asked while it may hang
         self._taken: set[str] = set()
+        self._looked: tuple[Phase, int] | None = None  # at how many limits of a phase
         # one report at a time, by whichever thread
         self._reporting = threading.Lock()
         self._is_over = threading.Event()
@@ -58,44 +75,82 @@ class HangWatch:
     def before_end(self, problem: str) -> None:
         """Write the page before the run ends because of a process that hangs; returns soon, come what may."""
         thread = threading.Thread(
-            target=self._report, args=(problem, self._phases.current), daemon=True
+            target=self._report, args=(problem, _HANG, self._phases.current), daemon=True
         )
         thread.start()
         thread.join(_BEFORE_END_S)
 
     def _run(self) -> None:
-        while not self._is_over.wait(_LOOK_S):
+        while not self._is_over.wait(_POLL_S):
             if take_report_request():
-                self._report("SIGUSR2 asked for it", self._phases.current)
-            overdue = self._phases.overdue()
-            if overdue is not None:
-                limit_s = self._phases.limit_s(overdue.name)
-                self._report_once(f"{overdue} has lasted for longer than {limit_s:.0f} s")
+                self._report("SIGUSR2 asked for it", _ASKED, self._phases.current)
+            phase = self._phases.overdue()
+            if phase is None:
+                continue
+            limit_s = self._phases.limit_s(phase.name)
+            reason = f"{phase} has lasted for longer than {limit_s:.0f} s"
+            if self._phases.has_limit(phase.name):
+                self._report_once(reason, _SLOW)
+            elif self._stands_still(phase):
+                self._report_once(f"{reason} and stands still", _HANG)
 
-    def _report_once(self, reason: str) -> None:
+    def _stands_still(self, phase: Phase) -> bool:
+        """Look twice at a phase whose usual length nobody knows, once each time its limit passes."""
+        looked = (phase, self._phases.num_limits(phase))
+        if phase == self._reported or looked == self._looked:
+            return False
+        self._looked = looked
+        if not self._seems_hung(phase) or self._is_over.wait(_AGAIN_S):
+            return False
+        return self._seems_hung(phase)
+
+    def _seems_hung(self, phase: Phase) -> bool:
+        # what cannot be looked at is no reason for a page
+        with suppress(Exception):
+            evidence = collect(self._view(), "", phase)
+            return self._phases.current == phase and seems_hung(evidence)
+        return False
+
+    def _report_once(self, reason: str, kind: str) -> None:
         with self._reporting:
             phase = self._phases.current
             if phase is None or phase != self._reported:
                 self._reported = phase
-                self._make(reason, phase)
+                self._make(reason, kind, phase)
 
-    def _report(self, reason: str, phase: Phase | None) -> None:
+    def _report(self, reason: str, kind: str, phase: Phase | None) -> None:
         with self._reporting:
-            self._make(reason, phase)
+            self._make(reason, kind, phase)
 
-    def _make(self, reason: str, phase: Phase | None) -> None:
+    def _make(self, reason: str, kind: str, phase: Phase | None) -> None:
         """A page that cannot be made costs a line, and nothing else."""
         try:
             evidence = collect(self._view(), reason, phase)
             if self._is_over.is_set():
                 return
             file = self._new_file(phase)
+            line = self._first_words(evidence, kind)
             # first: the disk may be what hangs
-            self._say(f"HANG: {culprit(evidence)}; the rest is in {file}")
+            self._say(self._redacted(f"{line}; the rest is in {file}"))
             file.parent.mkdir(exist_ok=True)
-            file.write_text(hang_page(evidence), encoding="utf-8")
+            file.write_text(self._redacted(hang_page(evidence)), encoding="utf-8")
         except Exception as error:
             self._say(f"no page of a hang could be made: {describe_error(error)}")
+
+    def _first_words(self, evidence: Evidence, kind: str) -> str:
+        """It says HANG where a cause is named, or where the run is about to end for one."""
+        if kind == _ASKED:
+            return f"{_ASKED}: {culprit(evidence)}"
+        if line := named_culprit(evidence):
+            return f"{_HANG}: {line}"
+        phase = evidence.phase
+        if kind == _HANG or phase is None:
+            return f"{_HANG}: {evidence.reason}"
+        longest_s = self._phases.longest_s(phase.name)
+        before = "" if longest_s is None else f" (longest before: {longest_s:.0f} s)"
+        return (
+            f"{_SLOW}: {phase.name} has taken {evidence.seconds:.0f} s{before}; {culprit(evidence)}"
+        )
 
     def _new_file(self, phase: Phase | None) -> Path:
         name = f"step_{phase.step}_{phase.name}" if phase else "between_phases"

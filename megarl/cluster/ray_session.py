@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -127,9 +127,14 @@ class Cluster(Calls):
         if failed is not raised and failed is not None:
             raise failed from None
 
-    def watch_phases(self, phases: PhaseClock, folder: Path) -> None:
-        """Before the session begins: write pages into the run's folder about phases that last too long."""
-        self._hang_watch = HangWatch(phases, folder, self.say, self._view)
+    def watch_phases(
+        self, phases: PhaseClock, folder: Path, redacted: Callable[[str], str]
+    ) -> None:
+        """Before the session begins: write pages into the run's folder about phases that last too long.
+
+        redacted: takes the secrets out of a text.
+        """
+        self._hang_watch = HangWatch(phases, folder, self.say, self._view, redacted)
         self._before_hang = self._hang_watch.before_end
 
     def _view(self) -> ClusterView:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.checkpoints.snapshots import Snapshots
+from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.cluster.ray_session import Cluster
 from megarl.commands.compared_tokens import compared_tokens
 from megarl.config import Recipe
@@ -21,7 +21,7 @@ from megarl.fleet.rank_groups import PolicyRanks
 from megarl.model.shape import ModelShape
 from megarl.numerics import operations
 from megarl.numerics.differences import compare, first_difference
-from megarl.numerics.parts import OutputPart, read_parts
+from megarl.numerics.parts import ENGINE, TRAINING, OutputPart, read_side
 from megarl.numerics.report import NamedSide, Sides, table_lines, verdict
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Roles, resolve
@@ -31,10 +31,13 @@ from megarl.training.calls import RecordLayersCall
 from megarl.types import IntArray, UserError, UserErrors
 
 _OUTPUTS = "layers"  # the folder of a run with the files of outputs
+# 1 is a process that failed, 2 an option
+_NOTHING_COMPARED = 1
+_DIFFERS = 3
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CompareOptions:
     """What `megarl compare-layers` was asked.
 
     step: of the checkpoint, 0 for the weights that the run began with; None: the newest, or these where there is none.
@@ -48,8 +51,10 @@ class Comparison:
     has_engine: bool
 
 
-def compare_run(recipe: Recipe, asked: Comparison, say: Say, tell: Say) -> int:
-    """Compare; the exit code. say: prints the verdict and the table, tell: what is done meanwhile.
+def compare_run(
+    recipe: Recipe, asked: CompareOptions, print_result: Say, print_progress: Say
+) -> int:
+    """Compare; the exit code: 0 all agree, 3 something differs, 1 no operation was recorded on both sides.
 
     Raises UserErrors, and WorkerFailed of a process.
     """
@@ -58,40 +63,45 @@ def compare_run(recipe: Recipe, asked: Comparison, say: Say, tell: Say) -> int:
     roles = resolve(recipe, learns=False)
     has_engine = asked.has_engine
     check_compare_layers(roles, has_engine=has_engine)
-    weights = weights_folder(recipe, asked.run, asked.step, tell)
+    checkpoint = find_checkpoint(recipe, asked.run, asked.step, print_progress)
     shape = roles.policy.shape
     sequences = compared_tokens(
         recipe=recipe,
         run=asked.run,
         samples=asked.samples,
         step=asked.step or None,
+        weights_step=checkpoint.step if checkpoint else 0,
         num_tokens=asked.num_tokens,
         vocab_size=shape.vocab_size,
-        say=tell,
+        say=print_progress,
     )
-    world = _World(roles, asked.run.absolute() / _OUTPUTS, weights, sequences, tell)
+    weights = checkpoint.folder.absolute() if checkpoint else None
+    folder = asked.run.absolute() / _OUTPUTS
+    recording = _LayerRecording(roles, folder, weights, sequences, print_progress)
     with writing(asked.run, _OUTPUTS):
-        world.clear()
+        recording.clear()
     if has_engine:
-        ours, theirs = world.with_engine()
+        ours, theirs = recording.with_engine()
         dtype = "fp8" if roles.engines.fp8 else recipe.model.dtype
     else:
-        ours, theirs = world.with_one_rank()
+        ours, theirs = recording.with_one_rank()
         dtype = recipe.model.dtype
     differences = compare(ours, theirs, dtype)
     lengths = [len(token_ids_T) for token_ids_T in sequences]
-    say(verdict(differences, world.sides(has_engine), lengths))
+    print_result(verdict(differences, recording.sides(has_engine), lengths))
     for line in table_lines(differences):
-        say(line)
-    say(
+        print_result(line)
+    print_result(
         f"in units of each output's RMS; explained: by rounding in {dtype}, growing with the root of the operations"
     )
-    say(f"the outputs are in {world.folder}")
-    return int(not differences or first_difference(differences) is not None)
+    print_result(f"the outputs are in {folder}")
+    if not differences:
+        return _NOTHING_COMPARED
+    return _DIFFERS if first_difference(differences) else 0
 
 
-def weights_folder(recipe: Recipe, run: Path, step: int | None, say: Say) -> Path | None:
-    """The folder of the checkpoint; None: the weights of model.path. step: None, the newest. Raises UserErrors."""
+def find_checkpoint(recipe: Recipe, run: Path, step: int | None, say: Say) -> Snapshot | None:
+    """The checkpoint whose weights compute; None: those of model.path do. step: None, the newest. Raises UserErrors."""
     if step == 0:
         return None
     snapshot = Snapshots(run / FOLDER, say).newest(step)
@@ -107,12 +117,12 @@ def weights_folder(recipe: Recipe, run: Path, step: int | None, say: Say) -> Pat
     if errors := model_errors(snapshot, recipe):
         raise UserErrors(errors)
     say(f"the weights are those of {snapshot.folder}")
-    return snapshot.folder.absolute()
+    return snapshot
 
 
 @dataclass
-class _World:
-    """The processes of one comparison, whose outputs lie in `folder`."""
+class _LayerRecording:
+    """Starts the processes of one comparison and has them record; the files of outputs lie in `folder`."""
 
     roles: Roles
     folder: Path
@@ -143,20 +153,20 @@ class _World:
             tokens = [token_ids_T.tolist() for token_ids_T in self.sequences]
             call = worker.call("record_layers", self.folder, tokens, num_terms)
             (logprobs,) = cluster.gather({call: worker.name})
-            theirs = [*_read(self.folder, "engine-*.npz"), self._logprobs(logprobs)]
+            theirs = [*read_side(self.folder, ENGINE), self._logprobs(logprobs)]
             fleet.onload_for("train")
             self._record(cluster, fleet.trainers, self.folder, self._experts(theirs), num_terms)
             fleet.shutdown()
-        return _read(self.folder, "training-*.npz"), theirs
+        return read_side(self.folder, TRAINING), theirs
 
     def with_one_rank(self) -> tuple[list[OutputPart], list[OutputPart]]:
         """The outputs of the training ranks and of one rank with the same weights, whose choices they replay."""
         num_terms = self.roles.policy.layout.tp
         alone = self.folder / "one-rank"
         self._of_ranks(resolve(one_rank(self.roles.recipe), learns=False), alone, None, num_terms)
-        theirs = _read(alone, "training-*.npz")
+        theirs = read_side(alone, TRAINING)
         self._of_ranks(self.roles, self.folder, self._experts(theirs), num_terms)
-        return _read(self.folder, "training-*.npz"), theirs
+        return read_side(self.folder, TRAINING), theirs
 
     def sides(self, has_engine: bool) -> Sides:
         """How the ranks of both sides are called."""
@@ -250,10 +260,6 @@ def one_rank(recipe: Recipe) -> Recipe:
     train = recipe.train.model_copy(update=alone)
     placement = recipe.placement.model_copy(update={"gpus": 1, "train_gpus": None})
     return recipe.model_copy(update={"train": train, "placement": placement})
-
-
-def _read(folder: Path, pattern: str) -> list[OutputPart]:
-    return [part for file in sorted(folder.glob(pattern)) for part in read_parts(file)]
 
 
 def training_side(layout: TrainLayout, shape: ModelShape) -> NamedSide:

@@ -23,26 +23,27 @@ def compared_tokens(
     run: Path,
     samples: Path | None,
     step: int | None,
+    weights_step: int,
     num_tokens: int,
     vocab_size: int,
     say: Say,
 ) -> list[IntArray]:
     """Tokens of the run's own samples, else random ones; each sequence has at most a quarter of all.
 
-    samples: a file in place of the run's samples.jsonl. step: None, the newest. Raises UserError for a file that is
-    none, or has no such step.
+    samples: a file in place of the run's samples.jsonl; of it the samples of `step`, None: of its newest step. Raises
+    UserError for a file that is none, or has no such step. weights_step: of the checkpoint whose weights compute, 0 for
+    those that the run began with; of samples.jsonl the samples of this step are taken, or of the newest before it.
     """
     longest = max(num_tokens // _FEWEST_SEQUENCES, 2)
     if samples:
         found = _of_file(samples, step)
         source = str(samples)
     else:
-        found = _of_log(recipe, run / "samples.jsonl", step)
-        source = "samples.jsonl"
+        found, source = _of_log(recipe, run / "samples.jsonl", weights_step)
     if not found:
         rng = np.random.default_rng(_SEED)
         found = [rng.integers(0, vocab_size, longest) for _ in range(_FEWEST_SEQUENCES)]
-        source = "random tokens, as the run has no samples"
+        source = f"random tokens, as {source}"
     cut = []
     room = num_tokens
     for token_ids_T in found:
@@ -71,10 +72,14 @@ def _of_file(path: Path, step: int | None) -> list[IntArray]:
     ]
 
 
-def _of_log(recipe: Recipe, path: Path, step: int | None) -> list[IntArray]:
-    """The texts of a run's samples, tokenised: those of the step, or of the newest that has some."""
+def _of_log(recipe: Recipe, path: Path, weights_step: int) -> tuple[list[IntArray], str]:
+    """The texts of a run's samples, tokenised, and where they are from; without any: why there are none.
+
+    Those of the step of the weights, or of the newest before it; for step 0, whose weights sampled the first step, of
+    the first that has some.
+    """
     if not path.is_file():
-        return []
+        return [], "the run has no samples"
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -83,11 +88,20 @@ def _of_log(recipe: Recipe, path: Path, step: int | None) -> list[IntArray]:
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
-    newest = max((line["step"] for line in lines), default=0)
+    if not lines:
+        return [], "samples.jsonl has none"
+    steps = {line["step"] for line in lines}
+    if weights_step == 0:
+        step = min(steps)
+    else:
+        step = max((step for step in steps if step <= weights_step), default=0)
+    if step not in steps:
+        return [], f"samples.jsonl has none of step {weights_step}, nor of one before it"
     texts = [
         f"{line.get('prompt', '')}{line.get('response', '')}"
         for line in lines
-        if line["step"] == (step or newest)
+        if line["step"] == step
     ]
     tokenizer = load_tokenizer(recipe.model.path)
-    return [np.asarray(tokenizer(text)["input_ids"], np.int64) for text in texts if text]
+    found = [np.asarray(tokenizer(text)["input_ids"], np.int64) for text in texts if text]
+    return found, f"step {step} of samples.jsonl"

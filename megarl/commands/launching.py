@@ -49,9 +49,9 @@ def train(recipe: Recipe, *, resume: bool) -> None:
         try:
             train_recipe(recipe, inputs, log, start)
         except WorkerFailed as failed:
-            from megarl.commands.memory_report import explained
+            from megarl.commands.memory_report import with_memory_report
 
-            raise explained(
+            raise with_memory_report(
                 recipe, failed, log.phases.failed, kernel_kills() - kills_before
             ) from None
 

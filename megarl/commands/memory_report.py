@@ -28,7 +28,7 @@ _FRACTION = "lower mem_fraction_static in rollout.engine.sglang"
 _MOST_PARTS = 4
 
 
-def explained(
+def with_memory_report(
     recipe: Recipe, failed: WorkerFailed, phase: Phase | None, kernel_kills: int
 ) -> WorkerFailed:
     """The failure with all that is known, where it is one of memory; any other as it is.

@@ -19,6 +19,7 @@ from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.samples.parquet import SampleFile, writing
 from megarl.tracking.run_log import RunLog
+from megarl.tracking.secrets import redacted
 
 
 def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
@@ -30,7 +31,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
     cluster = Cluster(
         recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
     )
-    cluster.watch_phases(log.phases, log.folder)
+    cluster.watch_phases(log.phases, log.folder, redacted)
     with cluster, writing(out, vocab_size, recipe.rollout.temperature, "--out") as file:
         log.say("starting training ranks and engines")
         with log.start() as record:
@@ -38,9 +39,9 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
             with record.phase("start"):
                 fleet = make_fleet(cluster, recipe, log.say, learns=False)
             reshard(fleet, record)
-        timeline = StepTimeline(cluster, recipe.timeline, log.folder, log.say)
+        timeline = StepTimeline(cluster, recipe.run.timeline, log.folder, log.say)
         for step in range(1, recipe.run.steps + 1):
-            with timeline.of(step), log.step(step) as record:
+            with timeline.recording(step), log.step(step) as record:
                 with record.phase("rollout"):
                     prompts = inputs.prompts.take(recipe.rollout.prompts_per_step)
                     groups = fleet.engines.sample(prompts, sampling_of(recipe, step))
@@ -65,7 +66,7 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
     session = Cluster(
         roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
     )
-    session.watch_phases(log.phases, log.folder)
+    session.watch_phases(log.phases, log.folder, redacted)
     with session as cluster:
         log.say("starting training ranks")
         fleet = training_fleet(cluster, roles)
@@ -77,10 +78,10 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
             learning_rate=policy_lr(recipe, fleet),
         )
         timeline = StepTimeline(
-            cluster, recipe.timeline, log.folder, log.say, lambda: fleet.trainers.workers
+            cluster, recipe.run.timeline, log.folder, log.say, lambda: fleet.trainers.workers
         )
         for number in range(1, recipe.run.steps + 1):
-            with timeline.of(number), log.step(number) as record:
+            with timeline.recording(number), log.step(number) as record:
                 groups = fleet.put(samples.groups(number))
                 groups = with_overlong_penalty(groups, run.hyperparameters, recipe.longest_sample)
                 record_groups(record, groups, recipe.algorithm.name)

@@ -21,6 +21,7 @@ from megarl.config.fields import (
     FolderName,
     LearningRate,
     ParallelSize,
+    ReportSeconds,
     RunSeconds,
     SampleCount,
     SamplingTemperature,
@@ -74,10 +75,11 @@ class RunConfig(Branch):
     whose process does not answer, of an SGLang scheduler that is stopped or stays in one iteration of its loop (the
     forward pass of one batch). A rollout, a step or a checkpoint may take longer.
     """
-    hang_report_s: RunSeconds | None = None
+    hang_report_s: ReportSeconds | None = None
     """Seconds of a phase after which the run writes what it waits for into `hangs`, once a phase; it goes on.
 
-    null: five times the longest phase of the name so far, at least 60; `run.timeout_s` for the first of a name.
+    null: five times the longest earlier phase of the same kind (rollout, train, ...), at least 60; the first of a kind
+    is looked at each `run.timeout_s`, and has a page only where it stands still. 0: never because a phase is long.
     """
     restarts: Whole = 3
     """How often within `run.restart_window_s` an engine, or the ranks of a GPU, are started anew after they died or
@@ -89,6 +91,7 @@ class RunConfig(Branch):
     on_silent_fault: Literal["stop", "repeat"] = "stop"
     """What happens where ranks or an engine compute wrong numbers: the run stops, or repeats the step if it can
     recover."""
+    timeline: TimelineConfig = TimelineConfig()
 
 
 class ModelConfig(Branch):
@@ -366,7 +369,6 @@ class Recipe(Branch):
     reward_model: RewardModelConfig = RewardModelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reshard: ReshardConfig = ReshardConfig()
-    timeline: TimelineConfig = TimelineConfig()
     placement: PlacementConfig
 
     @property

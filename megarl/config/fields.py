@@ -55,6 +55,12 @@ def _start(seconds: float) -> float:
     return seconds
 
 
+def _report_after(seconds: float) -> float:
+    if seconds and seconds < _LEAST_START_S:
+        raise ValueError(f"write 0 (never), or {_LEAST_START_S} or more")
+    return seconds
+
+
 def _temperature(value: float) -> float:
     if value and not 0.01 <= value <= 100:
         raise ValueError("write 0 (greedy), or a number from 0.01 to 100")
@@ -115,6 +121,19 @@ RunSeconds = Annotated[
     Field(gt=0, le=7 * _DAY_S),
     AfterValidator(_start),
     WithJsonSchema({"type": "number", "minimum": _LEAST_START_S, "maximum": 7 * _DAY_S}),
+]
+ReportSeconds = Annotated[  # 0: never
+    float,
+    Field(ge=0, le=7 * _DAY_S),
+    AfterValidator(_report_after),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": 0},
+                {"type": "number", "minimum": _LEAST_START_S, "maximum": 7 * _DAY_S},
+            ]
+        }
+    ),
 ]
 
 

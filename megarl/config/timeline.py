@@ -16,4 +16,4 @@ class TimelineConfig(Branch):
     """Steps of which `timeline/step_N.json.gz` in the run's folder shows what each process did, and when."""
     profile_ranks: Annotated[tuple[Whole, ...], Field(strict=False)] = ()
     """Training ranks of the policy whose part in the `train` phase of these steps torch's profiler records, each in a
-    file of its own beside the timeline; it slows them down."""
+    file of its own beside the timeline; it slows them down. `megarl rollout` trains nothing and ignores it."""

@@ -37,6 +37,7 @@ from megarl.fleet.rank_groups import GroupBuffer
 from megarl.fleet.rank_recovery import repetition
 from megarl.fleet.step_timeline import StepTimeline
 from megarl.tracking.run_log import RunLog
+from megarl.tracking.secrets import redacted
 
 
 def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
@@ -45,7 +46,7 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
     Raises WorkerFailed when a process of the run fails, UserError when the reward does, EndedEarly when asked to.
     """
     session = Cluster.of_run(recipe, log.say, log.losses)
-    session.watch_phases(log.phases, log.folder)
+    session.watch_phases(log.phases, log.folder, redacted)
     with session as cluster:
         log.say("starting training ranks and engines")
         run, buffer = begin(recipe, inputs, cluster, log, start)
@@ -73,7 +74,7 @@ def begin(
             prompts_per_step=recipe.rollout.prompts_per_step,
             repetition=repetition(cluster, recipe, fleet, saver),
             timeline=StepTimeline(
-                cluster, recipe.timeline, log.folder, log.say, lambda: fleet.trainers.workers
+                cluster, recipe.run.timeline, log.folder, log.say, lambda: fleet.trainers.workers
             ),
         )
         run.saver.leave_if_wanted()
@@ -83,7 +84,7 @@ def begin(
 def take_step(run: Run, number: int, buffer: GroupBuffer) -> GroupBuffer:
     """One training step with its evaluation and checkpoint; buffer: of the step before, and for the next."""
     run.saver.leave_if_wanted()
-    with run.timeline.of(number), run.log.step(number) as record:
+    with run.timeline.recording(number), run.log.step(number) as record:
         buffer = train_step(run, Step(number, record, buffer))
         if number % run.recipe.evaluation.every == 0 or number == run.recipe.run.steps:
             evaluate(run, record)

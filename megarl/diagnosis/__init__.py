@@ -1,1 +1,1 @@
-"""Why a run hangs: evidence of its processes, and the likeliest culprit. No process of Ray's, no tensor."""
+"""Why a run hangs or is out of memory: evidence of its processes, and the likeliest culprit. No process of Ray's."""

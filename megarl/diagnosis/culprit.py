@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from megarl.diagnosis.collectives import Collective, absence, collective_of
+from megarl.diagnosis.collectives import Absence, Collective, absence, collective_of
 from megarl.diagnosis.evidence import (
     RAYLET,
     SCHEDULER,
@@ -23,6 +23,7 @@ from megarl.types.conditions import RunningJob
 
 _MOST_NAMED = 4
 _JOB_SHARE = 1 / 3  # of a phase that a job has taken: less is the work of a moment
+_WHOLE_SHARE = 0.8  # the same, where nobody knows how long a phase takes
 _SUBJECT_LETTERS = 120
 _RAYS_OWN = "ray/_private/"
 # files in which a thread waits for work
@@ -38,11 +39,49 @@ _IDLE_FILES = (
 
 
 def culprit(evidence: Evidence) -> str:
-    """The likeliest reason why the phase does not end."""
+    """The likeliest reason why the phase does not end; without one, who is at work."""
+    return named_culprit(evidence) or _who_works(evidence)
+
+
+def named_culprit(evidence: Evidence) -> str:
+    """The same by the first rule that finds one; "" where none does."""
     for rule in _RULES:
         if line := rule(evidence):
             return line
-    return _nothing_found(evidence)
+    return ""
+
+
+def seems_hung(evidence: Evidence) -> bool:
+    """Whether something is seen that a healthy phase has at most for a moment, however long it lasts.
+
+    A healthy one, too, has a last engine, a store that is full, and ranks that wait for one which computes.
+    """
+    missing = _absence(evidence)
+    jobs = running_jobs(evidence)
+    is_job_old = bool(jobs) and jobs[0][1].seconds >= _WHOLE_SHARE * evidence.seconds
+    return (
+        bool(_dead_node(evidence) or _stopped(evidence) or _still_engine(evidence))
+        or (missing is not None and _are_still(missing.missing, evidence))
+        or is_job_old
+        or _waits_for_none_at_work(evidence)
+    )
+
+
+def _are_still(names: Sequence[str], evidence: Evidence) -> bool:
+    return all(_is_still(worker, evidence) for worker in evidence.workers if worker.name in names)
+
+
+def _waits_for_none_at_work(evidence: Evidence) -> bool:
+    """Whether all that the controller waits for stand still, and none has sent requests or jobs to others."""
+    awaited = evidence.awaited
+    for worker in awaited:
+        condition = worker.condition
+        # servers that others have started compute elsewhere, and so may a job
+        if condition and (condition.load.num_running or condition.load.jobs):
+            return False
+        if condition and not condition.open_calls:
+            return False
+    return bool(awaited) and all(_is_still(worker, evidence) for worker in awaited)
 
 
 def _dead_node(evidence: Evidence) -> str:
@@ -71,7 +110,8 @@ def _stopped(evidence: Evidence) -> str:
     return ""
 
 
-def _missing_from_collective(evidence: Evidence) -> str:
+def _absence(evidence: Evidence) -> Absence | None:
+    """The members of a group that others of it wait for in a collective, of the first such group."""
     own = evidence.own_processes
     groups: dict[str, list[WorkerEvidence]] = defaultdict(list)
     for worker in evidence.workers:
@@ -82,17 +122,22 @@ def _missing_from_collective(evidence: Evidence) -> str:
             for worker in group
             if worker.name in own and own[worker.name].threads
         }
-        found = absence(members)
-        if found is None:
-            continue
-        first = next(worker for worker in group if worker.name == found.missing[0])
-        is_one = len(found.waiting) == 1
-        return (
-            f"{_listed(found.missing)} {'is' if len(found.missing) == 1 else 'are'} not in the "
-            f"{found.collective} in which {_listed(found.waiting)} {'waits' if is_one else 'wait'}; "
-            f"{_doing(first, evidence)}"
-        )
-    return ""
+        if found := absence(members):
+            return found
+    return None
+
+
+def _missing_from_collective(evidence: Evidence) -> str:
+    found = _absence(evidence)
+    if found is None:
+        return ""
+    first = next(worker for worker in evidence.workers if worker.name == found.missing[0])
+    is_one = len(found.waiting) == 1
+    return (
+        f"{_listed(found.missing)} {'is' if len(found.missing) == 1 else 'are'} not in the "
+        f"{found.collective} in which {_listed(found.waiting)} {'waits' if is_one else 'wait'}; "
+        f"{_activity(first, evidence)}"
+    )
 
 
 def _full_store(evidence: Evidence) -> str:
@@ -136,7 +181,7 @@ def _silent_worker(evidence: Evidence) -> str:
         if worker.condition is None and worker.pid is None:
             return f"{worker.name} has never answered yet: its process is still being started"
         if worker.condition is None:
-            return f"{worker.name} does not answer; {_doing(worker, evidence)}"
+            return f"{worker.name} does not answer; {_activity(worker, evidence)}"
     return ""
 
 
@@ -154,24 +199,34 @@ def _still_engine(evidence: Evidence) -> str:
             load = worker.condition.load
             return (
                 f"{worker.name}: {load.num_running} requests are with its schedulers, which use no processor; "
-                f"{schedulers[0].title} (pid {schedulers[0].pid}) is {_at(schedulers[0])}"
+                f"{schedulers[0].title} (pid {schedulers[0].pid}) is {_place(schedulers[0])}"
             )
     return ""
 
 
-def _last_one(evidence: Evidence) -> str:
-    """A worker that is waited for, while all others of its group have finished."""
+def _with_open_calls(evidence: Evidence) -> list[WorkerEvidence]:
+    """Those that are waited for and answer that they are in a call."""
     awaited = evidence.awaited
-    busy = [worker for worker in awaited if worker.condition and worker.condition.open_calls]
+    return [worker for worker in awaited if worker.condition and worker.condition.open_calls]
+
+
+def _last_of_its_group(evidence: Evidence) -> str:
+    """A worker that is waited for, while all others of its group have finished."""
+    busy = _with_open_calls(evidence)
     for worker in busy:
         group = [other for other in evidence.workers if other.group == worker.group]
         if len(group) > 1 and [other for other in group if other in busy] == [worker]:
             others = [other.name for other in group if other is not worker]
             have = "has" if len(others) == 1 else "have"
-            return f"{worker.name} is the last: {_listed(others)} {have} finished; {_doing(worker, evidence)}"
+            return f"{worker.name} is the last: {_listed(others)} {have} finished; {_activity(worker, evidence)}"
+    return ""
+
+
+def _still_worker(evidence: Evidence) -> str:
+    busy = _with_open_calls(evidence)
     still = [worker for worker in busy if _is_still(worker, evidence)]
     if still:
-        return f"{still[0].name} stands still; {_doing(still[0], evidence)}"
+        return f"{still[0].name} stands still; {_activity(still[0], evidence)}"
     return ""
 
 
@@ -189,18 +244,19 @@ _RULES: Sequence[Callable[[Evidence], str]] = (
     _long_job,
     _silent_worker,
     _still_engine,
-    _last_one,
+    _last_of_its_group,
+    _still_worker,
 )
 
 
-def _nothing_found(evidence: Evidence) -> str:
+def _who_works(evidence: Evidence) -> str:
     names = [worker.name for worker in evidence.awaited]
     if not names:
         return "no call of a worker is waited for: the controller itself is at work, see its stack"
-    return f"nothing stands still: {_listed(names)} {'computes' if len(names) == 1 else 'compute'}"
+    return f"every process computes: {_listed(names)}"
 
 
-def _doing(worker: WorkerEvidence, evidence: Evidence) -> str:
+def _activity(worker: WorkerEvidence, evidence: Evidence) -> str:
     """What a worker is at, by its open call, its last call and its stack."""
     parts = []
     condition = worker.condition
@@ -215,11 +271,11 @@ def _doing(worker: WorkerEvidence, evidence: Evidence) -> str:
     if process and (collective := collective_of(process)):
         parts.append(f"in the {collective}")
     elif process:
-        parts.append(_at(process))
+        parts.append(_place(process))
     return f"{worker.name} " + ", ".join(parts or ["is not known to do anything"])
 
 
-def _at(process: ProcessEvidence) -> str:
+def _place(process: ProcessEvidence) -> str:
     """Where in its program a process is."""
     if not process.threads:
         return f"somewhere ({process.problem or 'it has no Python thread'})"

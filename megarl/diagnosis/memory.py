@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
-from megarl.device import memory_table
+import psutil
+
+from megarl.device import gpu_memory
 from megarl.types.memory_use import MemoryUse
 
 _NO_THREAD = "can't start new thread"  # CPython's words
@@ -40,17 +43,39 @@ def memory_use(error: BaseException) -> MemoryUse:
     """What this process holds at the moment at which an allocation has failed."""
     words = " ".join(str(error).split()) or type(error).__name__
     try:
-        table = memory_table()
+        table = _memory_table()
     except (OSError, RuntimeError, MemoryError):
         # what is asked may need the memory that there is not
         table = {}
     return MemoryUse(words[:_LONGEST], table)
 
 
+def _memory_table() -> dict[str, int]:
+    """Bytes of memory by what has them: of the GPU and torch's allocator; without a GPU of this process and machine."""
+    if of_gpu := gpu_memory():
+        stats, free, total = of_gpu
+        allocated = stats["allocated_bytes.all.current"]
+        reserved = stats["reserved_bytes.all.current"]
+        return {
+            "allocated": allocated,
+            "peak allocated": stats["allocated_bytes.all.peak"],
+            "reserved but unallocated": reserved - allocated,
+            "used by others": total - free - reserved,
+            "free": free,
+            "the GPU": total,
+        }
+    machine = psutil.virtual_memory()
+    table = {"resident set": psutil.Process().memory_info().rss}
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        table |= {"address space": psutil.Process().memory_info().vms, "its limit": limit}
+    return table | {"free in the machine": machine.available, "the machine": machine.total}
+
+
 def memory_error_in(text: str) -> str:
-    """The line by which a log or an error tells that memory was short; "" where none does."""
-    match = _IN_TEXT.search(text)
-    return match.group(0).strip()[:_LONGEST] if match else ""
+    """The last line by which a log or an error tells that memory was short; "" where none does."""
+    lines = [match.group(0).strip() for match in _IN_TEXT.finditer(text)]
+    return lines[-1][:_LONGEST] if lines else ""
 
 
 def kernel_kills(events: Path = _EVENTS) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_FACTOR = 5.0  # of the longest phase of the name that has ended
+_FACTOR = 5.0  # of the longest phase of the kind that has ended
 _FLOOR_S = 60.0
 
 
@@ -27,10 +27,14 @@ class PhaseClock:
     """The phase that a run is in; one thread sets it, others may read.
 
     A phase is overdue after a set time, or after five times the longest of its name that has ended, at least a minute.
+    Before one of its name has ended nobody knows how long a healthy one takes: it is due for a look, and no more.
     """
 
     def __init__(self, limit_s: float | None, first_s: float) -> None:
-        """limit_s: of every phase; None: learnt. first_s: of a phase before any of its name has ended."""
+        """limit_s: of every phase; None: learnt; 0: none is overdue.
+
+        first_s: of a phase before any of its name has ended.
+        """
         self._limit_s = limit_s
         self._first_s = first_s
         self._longest_s: dict[str, float] = {}
@@ -63,9 +67,21 @@ class PhaseClock:
             return self._first_s
         return max(_FLOOR_S, _FACTOR * self._longest_s[name])
 
+    def longest_s(self, name: str) -> float | None:
+        """Of the phases of the name that have ended; None before the first."""
+        return self._longest_s.get(name)
+
+    def has_limit(self, name: str) -> bool:
+        """Whether a phase that lasts longer than `limit_s` is unusual, by what is set or was learnt."""
+        return self._limit_s is not None or name in self._longest_s
+
     def overdue(self) -> Phase | None:
         """The current phase where it has outlived its limit."""
         phase = self.current
-        if phase and time.monotonic() - phase.began_s >= self.limit_s(phase.name):
+        if phase and self._limit_s != 0 and self.num_limits(phase):
             return phase
         return None
+
+    def num_limits(self, phase: Phase) -> int:
+        """How often the limit of the phase has passed since it began."""
+        return int((time.monotonic() - phase.began_s) / self.limit_s(phase.name))

@@ -35,7 +35,7 @@ _ALL_S = 4.0  # for all processes of a node
 _AT_ONCE = 4
 _WRITING_S = 1.0
 _POLL_S = 0.05
-_LEAST_LOOK_S = 1.0  # in which the processor time of a process is measured
+_LEAST_S = 1.0  # in which the processor time of a process is measured
 _TRIES = 2  # a stack that changes while it is read cannot be
 _MOST_THREADS = 16
 _MOST_FRAMES = 40
@@ -76,7 +76,7 @@ class _Process:
     runs_users_code: bool = False
 
 
-def look(workers: Mapping[int, str]) -> list[ProcessEvidence]:
+def processes_of(workers: Mapping[int, str]) -> list[ProcessEvidence]:
     """The processes of this node's workers, with all that these have started. workers: names by process id.
 
     It takes some seconds, and never longer than `_ALL_S` by much, whatever the processes do.
@@ -98,7 +98,7 @@ def look(workers: Mapping[int, str]) -> list[ProcessEvidence]:
         except TimeoutError:
             results.append(((), "there was no time left to read its stacks"))
     pool.shutdown(wait=False, cancel_futures=True)
-    time.sleep(max(0.0, began_s + _LEAST_LOOK_S - time.monotonic()))
+    time.sleep(max(0.0, began_s + _LEAST_S - time.monotonic()))
     seconds = time.monotonic() - began_s
     return [
         _evidence(each, seconds, threads, problem)
@@ -106,9 +106,11 @@ def look(workers: Mapping[int, str]) -> list[ProcessEvidence]:
     ]
 
 
-def look_packed(workers: Mapping[int, str]) -> bytes:
+def packed_processes_of(workers: Mapping[int, str]) -> bytes:
     """The same for the journey from another node: Ray keeps what is larger in a store, which may be full."""
-    return zlib.compress(json.dumps([asdict(process) for process in look(workers)]).encode())
+    return zlib.compress(
+        json.dumps([asdict(process) for process in processes_of(workers)]).encode()
+    )
 
 
 def unpacked(packed: bytes) -> list[ProcessEvidence]:
@@ -211,7 +213,7 @@ def _evidence(
 
 def stacks_of(pid: int) -> tuple[Sequence[ThreadStack], str]:
     """The stacks of a process's threads; or none, and why there are none."""
-    problem = "py-spy is not installed"
+    problem = "py-spy is not installed: pip install py-spy (megarl's extra `hangs`)"
     spy = _spy()
     if spy:
         for _ in range(_TRIES):

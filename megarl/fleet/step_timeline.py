@@ -31,7 +31,7 @@ _MOST_READERS = 2  # processes of a node by which its clock is measured
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _StepRecordings:
     """What the processes of a step recorded. missing: the names of those that did not."""
 
     own: Recording
@@ -64,7 +64,7 @@ class StepTimeline:
         self._is_open = False
 
     @contextmanager
-    def of(self, step: int) -> Iterator[None]:
+    def recording(self, step: int) -> Iterator[None]:
         """Record while the block runs, if it is a chosen step, and write the file after it."""
         if self._is_open:
             self._end()
@@ -112,7 +112,7 @@ class StepTimeline:
         ranks = enumerate(self._ranks())
         return [(rank, worker) for rank, worker in ranks if rank in self._profiled_ranks]
 
-    def _end(self) -> _Recorded:
+    def _end(self) -> _StepRecordings:
         """Let every process stop."""
         self._is_open = False
         own = recorder.end()
@@ -120,12 +120,12 @@ class StepTimeline:
         workers = self._cluster.workers
         of_workers = _ask(workers, "end")
         missing = [worker.name for worker in workers if worker not in of_workers]
-        return _Recorded(own, of_workers, missing)
+        return _StepRecordings(own, of_workers, missing)
 
     def _write(
         self,
         step: int,
-        recorded: _Recorded,
+        recorded: _StepRecordings,
         before: Mapping[str, Offset],
         after: Mapping[str, Offset],
     ) -> None:

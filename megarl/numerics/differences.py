@@ -94,14 +94,16 @@ class Difference:
 
 
 @dataclass
-class _Recorded:
+class _PartsOfSide:
+    """What the ranks of one side recorded, by layer and operation."""
+
     by_operation: dict[tuple[int, str], list[OutputPart]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     @staticmethod
-    def of(parts: Sequence[OutputPart]) -> _Recorded:
-        side = _Recorded()
+    def of(parts: Sequence[OutputPart]) -> _PartsOfSide:
+        side = _PartsOfSide()
         for part in parts:
             if part.values_NF.size:
                 side.by_operation[part.layer, part.operation].append(part)
@@ -115,7 +117,7 @@ def compare(
 
     dtype: in which the coarser side computes, of `SPACING`.
     """
-    sides = _Recorded.of(ours), _Recorded.of(theirs)
+    sides = _PartsOfSide.of(ours), _PartsOfSide.of(theirs)
     common = [key for key in sides[0].by_operation if key in sides[1].by_operation]
     common = sorted(
         (key for key in common if key[1] in ORDER), key=lambda key: (key[0], ORDER.index(key[1]))
@@ -187,7 +189,7 @@ def _difference(key: tuple[int, str], pair: Pair, tolerance: Tolerance) -> Diffe
 
 
 def _choices(
-    layer: int, pair: Pair, sides: tuple[_Recorded, _Recorded], tolerance: Tolerance
+    layer: int, pair: Pair, sides: tuple[_PartsOfSide, _PartsOfSide], tolerance: Tolerance
 ) -> Difference:
     """Of the experts that routers choose: 1 where a token goes to an expert, else 0.
 
@@ -220,7 +222,7 @@ def _choices(
 
 def _ties(
     layer: int,
-    sides: tuple[_Recorded, _Recorded],
+    sides: tuple[_PartsOfSide, _PartsOfSide],
     only_ours_TE: BoolArray,
     only_theirs_TE: BoolArray,
     tolerance: Tolerance,
@@ -251,7 +253,10 @@ def _ties(
 
 
 def _with_experts(
-    difference: Difference, pair: Pair, sides: tuple[_Recorded, _Recorded], tolerance: Tolerance
+    difference: Difference,
+    pair: Pair,
+    sides: tuple[_PartsOfSide, _PartsOfSide],
+    tolerance: Tolerance,
 ) -> Difference:
     """With the experts whose tokens alone differ, where there are any: every token of theirs, and no other token."""
     choices = sides[1].by_operation.get((difference.layer, ROUTER_CHOICES))

@@ -12,6 +12,8 @@ import numpy as np
 from megarl.types import FloatArray, IntArray
 
 Terms = tuple[int, int, int]
+TRAINING = "training"
+ENGINE = "engine"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,16 @@ class OutputPart:
     @property
     def end_feature(self) -> int:
         return self.first_feature + self.values_NF.shape[1]
+
+
+def output_file(folder: Path, side: str, rank: int) -> Path:
+    """Of one rank. side: TRAINING or ENGINE."""
+    return folder / f"{side}-{rank}.npz"
+
+
+def read_side(folder: Path, side: str) -> list[OutputPart]:
+    """The parts of all ranks of a side whose files are in a folder."""
+    return [part for file in sorted(folder.glob(f"{side}-*.npz")) for part in read_parts(file)]
 
 
 def write_parts(path: Path, parts: Sequence[OutputPart]) -> None:

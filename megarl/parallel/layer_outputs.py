@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megarl.model.shape import ModelShape
 from megarl.numerics import operations
-from megarl.numerics.parts import OutputPart, Terms
+from megarl.numerics.module_recorder import ModuleRecorder, first_tensor
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.routing import Router, Routing
 from megarl.placement.train_layout import RankCoords, TrainLayout
 from megarl.types import IntArray
 
 
-class LayerRecorder:
+class LayerRecorder(ModuleRecorder):
     """Records the outputs of a rank's chunks while `recording`, of the row `row` alone.
 
     Tokens are numbered through the row's sequences, without padding. A norm that TransformerEngine computes inside the
@@ -41,7 +39,7 @@ class LayerRecorder:
         num_terms: int,
         has_adapters: bool,
     ) -> None:
-        self.parts: list[OutputPart] = []
+        super().__init__(at.rank, (at.tp, layout.tp))
         self._row = row
         self._routing = routing
         self._shape = shape
@@ -49,7 +47,6 @@ class LayerRecorder:
         self._at = at
         self._num_terms = 1 if has_adapters else num_terms
         self._numbers_L = token_numbers(row)[row.places]
-        self._handles: list[Any] = []
 
     @contextmanager
     def recording(self, chunks: Sequence[Any]) -> Iterator[None]:
@@ -59,17 +56,14 @@ class LayerRecorder:
                 self._watch_chunk(chunk)
             yield
         finally:
-            for handle in self._handles:
-                handle.remove()
+            self.remove_hooks()
 
     def add_logprobs(self, logp_T: Tensor) -> None:
         """Those of a row's tokens, each at the place of the token before it; what each sequence ends with has none."""
         numbers_T = token_numbers(self._row)
         for start, length in zip(self._row.starts, self._row.lengths, strict=True):
             numbers_T[start + length - 1] = -1
-        self._append(
-            operations.AFTER_LAYERS, operations.LOGPROBS, numbers_T, logp_T[:, None], 0, None
-        )
+        self._append(operations.AFTER_LAYERS, operations.LOGPROBS, numbers_T, logp_T[:, None])
 
     def _watch_chunk(self, chunk: Any) -> None:
         if chunk.pre_process:
@@ -110,17 +104,11 @@ class LayerRecorder:
     def _watch_row_parallel(self, linear: Any, number: int, operation: str) -> None:
         self._after(linear, number, operation)
         if self._num_terms > 1:
-            self._hook(linear, partial(self._see_terms, number, operation))
+            self._hook(linear, partial(self._see_row_parallel, number, operation))
 
     def _after(self, module: Any, layer: int, operation: str, *, is_split: bool = False) -> None:
-        """Record a module's output. is_split: over TP, by features."""
-        if module is None or isinstance(module, IdentityOp):
-            return
-
-        def see(_: Any, inputs: Any, output: Any) -> None:
-            self._see(layer, operation, first_tensor(output), is_split=is_split)
-
-        self._hook(module, see)
+        if module is not None and not isinstance(module, IdentityOp):
+            super()._after(module, layer, operation, is_split=is_split)
 
     def _before(self, module: Any, layer: int, operation: str, *, is_split: bool = False) -> None:
         """Record a module's input."""
@@ -130,13 +118,6 @@ class LayerRecorder:
 
         self._hook(module, see)
 
-    def _hook(self, module: Any, see: Callable[[Any, Any, Any], None]) -> None:
-        def at_row(module: Any, inputs: Any, output: Any) -> None:
-            if self._routing.row is self._row:
-                see(module, inputs, output)
-
-        self._handles.append(module.register_forward_hook(at_row))
-
     def _see_heads(self, number: int, _: Any, inputs: Any, output: Any) -> None:
         query, key, value = inputs[:3]
         self._see(number, operations.QUERY, query, is_split=True)
@@ -145,16 +126,20 @@ class LayerRecorder:
         for operation, values in ((operations.KEY, key), (operations.VALUE, value)):
             self._see(number, operation, values, first_head * values.shape[-1])
 
-    def _see_terms(self, number: int, operation: str, linear: Any, inputs: Any, _: Any) -> None:
-        own_terms = self._num_terms // self._layout.tp
-        if linear.weight.shape[1] % own_terms:
-            return
-        inputs_of_terms = inputs[0].chunk(own_terms, dim=-1)
-        weights = linear.weight.chunk(own_terms, dim=1)
-        first = self._at.tp * own_terms
-        for place, (values, weight) in enumerate(zip(inputs_of_terms, weights, strict=True), first):
-            terms = place, place + 1, self._num_terms
-            self._see(number, operation, F.linear(values, weight), terms=terms)
+    def _see_row_parallel(
+        self, number: int, operation: str, linear: Any, inputs: Any, _: Any
+    ) -> None:
+        num_own = self._num_terms // self._layout.tp
+        if linear.weight.shape[1] % num_own == 0:
+            self._see_terms(
+                number,
+                operation,
+                inputs[0],
+                linear.weight,
+                tp_rank=self._at.tp,
+                num_own=num_own,
+                num_terms=self._num_terms,
+            )
 
     def _see_router(self, number: int, router: Router, inputs: Any, output: Any) -> None:
         logits_NE, own_NE = router.own_choice(inputs[0])
@@ -169,49 +154,15 @@ class LayerRecorder:
             best = scores_NE.unflatten(-1, (num_groups, -1)).topk(2, dim=-1).values
             self._see(number, operations.ROUTER_GROUPS, best.sum(-1))
 
-    def _see(
-        self,
-        layer: int,
-        operation: str,
-        values: Tensor,
-        first_feature: int = 0,
-        *,
-        is_split: bool = False,
-        terms: Terms | None = None,
-    ) -> None:
-        rows = values.shape[0]
-        if rows == len(self._numbers_L):
-            numbers_N = self._numbers_L
-        elif rows * self._layout.tp == len(self._numbers_L):  # sequence parallelism
-            numbers_N = self._numbers_L[self._at.tp * rows : (self._at.tp + 1) * rows]
-        else:
-            return
-        values_NF = values.reshape(rows, -1)
-        if is_split:
-            first_feature = self._at.tp * values_NF.shape[1]
-        self._append(layer, operation, numbers_N, values_NF, first_feature, terms)
+    def _is_recorded(self) -> bool:
+        return self._routing.row is self._row
 
-    def _append(
-        self,
-        layer: int,
-        operation: str,
-        numbers_N: IntArray,
-        values_NF: Tensor,
-        first_feature: int,
-        terms: Terms | None,
-    ) -> None:
-        is_token_N = numbers_N >= 0
-        values = values_NF.detach().float().cpu().numpy()[is_token_N]
-        part = OutputPart(
-            layer=layer,
-            operation=operation,
-            rank=self._at.rank,
-            tokens_N=numbers_N[is_token_N],
-            values_NF=values,
-            first_feature=first_feature,
-            terms=terms,
-        )
-        self.parts.append(part)
+    def _token_numbers(self, num_rows: int) -> IntArray | None:
+        if num_rows == len(self._numbers_L):
+            return self._numbers_L
+        if num_rows * self._layout.tp == len(self._numbers_L):  # sequence parallelism
+            return self._numbers_L[self._at.tp * num_rows : (self._at.tp + 1) * num_rows]
+        return None
 
 
 def token_numbers(row: PackedRow) -> IntArray:
@@ -222,8 +173,3 @@ def token_numbers(row: PackedRow) -> IntArray:
         numbers_T[start : start + length] = np.arange(done, done + length)
         done += length
     return numbers_T
-
-
-def first_tensor(values: Any) -> Tensor:
-    """A module's output, or its first argument, without what comes with it."""
-    return values if isinstance(values, torch.Tensor) else values[0]

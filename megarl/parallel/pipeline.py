@@ -276,7 +276,7 @@ def _backward_spans() -> Iterator[None]:
         yield
         return
     original = schedules.backward_step
-    schedules.backward_step = partial(recorder.in_span, "backward", original)
+    schedules.backward_step = recorder.spanned("backward")(original)
     try:
         yield
     finally:

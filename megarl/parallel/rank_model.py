@@ -150,7 +150,7 @@ class RankModel:
         row = packing.pack(sequences, split=self._split(sequences), device=device.DEVICE)
         padding = packing.pack((), split=self._split(()), device=device.DEVICE)
         rows = [row] + [padding] * (self.layout.batch_multiple - 1)
-        recorder = LayerRecorder(
+        layer_recorder = LayerRecorder(
             row,
             self.pipeline.routing,
             self.shape,
@@ -162,12 +162,12 @@ class RankModel:
 
         def keep(of_row: packing.PackedRow, logp_T: Tensor, _: Tensor) -> tuple[Tensor, None]:
             if of_row is row:
-                recorder.add_logprobs(logp_T)
+                layer_recorder.add_logprobs(logp_T)
             return logp_T.sum(), None
 
-        with recorder.recording(self._unwrapped):
+        with layer_recorder.recording(self._unwrapped):
             self.pipeline.run(rows, keep, choices=[choices(each) for each in rows])
-        return recorder.parts
+        return layer_recorder.parts
 
     def make_optimizer(self) -> None:
         """Make AdamW's state from this rank's weights as they are now."""

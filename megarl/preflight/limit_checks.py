@@ -42,13 +42,15 @@ def limit_errors(recipe: Recipe, device: str) -> ErrorIterator:
 def _timeline_errors(recipe: Recipe) -> ErrorIterator:
     """Steps that the run does not have, and ranks that the policy does not have."""
     steps = recipe.run.steps
-    if late := [step for step in recipe.timeline.steps if step > steps]:
+    if late := [step for step in recipe.run.timeline.steps if step > steps]:
         problem = f"step {late[0]} is not one of the run's {steps}"
-        yield UserError("timeline.steps", problem, f"name steps from 1 to {steps} (run.steps)")
+        yield UserError("run.timeline.steps", problem, f"name steps from 1 to {steps} (run.steps)")
     num_ranks = train_layout(recipe).world_size
-    if absent := [rank for rank in recipe.timeline.profile_ranks if rank >= num_ranks]:
+    if absent := [rank for rank in recipe.run.timeline.profile_ranks if rank >= num_ranks]:
         problem = f"there is no rank {absent[0]} among {num_ranks} training ranks"
-        yield UserError("timeline.profile_ranks", problem, f"name ranks from 0 to {num_ranks - 1}")
+        yield UserError(
+            "run.timeline.profile_ranks", problem, f"name ranks from 0 to {num_ranks - 1}"
+        )
 
 
 def _gpu_errors(placement: PlacementConfig, device: str) -> ErrorIterator:

@@ -63,7 +63,7 @@ def _is_read(recipe: Recipe) -> dict[str, object]:
         "evaluation": _is_wanted(recipe.data, "eval") or recipe.evaluation.sets,
         "evaluation.top_p": any(temperatures) or not temperatures,
         "reshard.round_bytes": not recipe.rollout.engine.external,
-        "timeline.profile_ranks": recipe.timeline.steps,
+        "run.timeline.profile_ranks": recipe.run.timeline.steps,
         "train.lr_end": recipe.train.lr_schedule != "constant",
         "reference.path": has_reference(recipe.algorithm, recipe.reference.use),
         "critic": has_critic(name),

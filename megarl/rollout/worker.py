@@ -28,7 +28,7 @@ from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, Schedulers
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
-from megarl.timeline.recorder import concurrent, recorded
+from megarl.timeline.recorder import concurrent, concurrent_call
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserError
 from megarl.types.conditions import WorkLoad
 from megarl.types.reward_result import REWARD_HINT, Failure, RewardResult
@@ -192,11 +192,11 @@ class RolloutWorker:
             refused.update(episode.refused_fields)
         return Generated(samples, [episode.reward_result for episode in played], dict(refused))
 
-    @recorded
+    @concurrent_call
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._own_engine.reshard(message, version)
 
-    @recorded
+    @concurrent_call
     async def take_files(self, weights: WeightFiles) -> None:
         """Have an external engine load weights; raises EngineError where it does not."""
         await self._external_engine.take_files(weights)
@@ -216,7 +216,7 @@ class RolloutWorker:
         assert isinstance(self._engine, ExternalEngine)
         return self._engine
 
-    @recorded
+    @concurrent_call
     async def forget_ranks(self) -> None:
         """Unmap the parameters of training ranks that are gone; raises EngineError where that fails."""
         await self._own_engine.forget_ranks()
@@ -227,7 +227,7 @@ class RolloutWorker:
         """Have the engine's ranks write what their layers give for these tokens; as of `Engine`."""
         return await self._own_engine.record_layers(folder, sequences, num_terms)
 
-    @recorded
+    @concurrent_call
     async def send_copy(self, message: Mapping[str, Any]) -> None:
         """Send the weights to a new engine while this one samples; message: a source's of `copy_messages`.
 
@@ -235,7 +235,7 @@ class RolloutWorker:
         """
         await self._own_engine.send_copy(message)
 
-    @recorded
+    @concurrent_call
     async def receive_copy(self, message: Mapping[str, Any], version: int) -> None:
         """Take the weights of engines that sample; message: the target's of `copy_messages`. Raises as `reshard`."""
         await self._own_engine.receive_copy(message, version)
@@ -244,15 +244,15 @@ class RolloutWorker:
         """Raises EngineLost with the cause when a process of the engine has died or hangs; does not return."""
         await self._engine.fail()
 
-    @recorded
+    @concurrent_call
     async def release_memory(self) -> None:
         await self._own_engine.release_memory()
 
-    @recorded
+    @concurrent_call
     async def resume_weights(self) -> None:
         await self._own_engine.resume_memory(["weights"])
 
-    @recorded
+    @concurrent_call
     async def resume_cache(self) -> None:
         await self._own_engine.resume_memory(["kv_cache"])
 

@@ -167,16 +167,8 @@ def span(name: str, **facts: Fact) -> AbstractContextManager[None]:
     return _ThreadSpan(_recorder, name, facts)
 
 
-def in_span(
-    name: str, function: Callable[Params, Result], *args: Params.args, **keywords: Params.kwargs
-) -> Result:
-    """What a function returns, called in a span of the running thread."""
-    with span(name):
-        return function(*args, **keywords)
-
-
 def spanned(name: str) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
-    """Let each call of a function be a span of the running thread."""
+    """Let each call of a function be a span of the running thread, as of `span`; of coroutines `concurrent_call`."""
 
     def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
         @wraps(function)
@@ -199,10 +191,10 @@ def concurrent(track: str, name: str, **facts: Fact) -> AbstractContextManager[N
     return _ConcurrentSpan(_recorder, track, name, facts)
 
 
-def recorded(
+def concurrent_call(
     method: Callable[Params, Coroutine[Any, Any, Result]],
 ) -> Callable[Params, Coroutine[Any, Any, Result]]:
-    """Let a coroutine method be a span of the track `calls`, under its own name."""
+    """Let each call of a coroutine method be a concurrent span of the track `calls`, under the method's name."""
 
     @wraps(method)
     async def run(*args: Params.args, **keywords: Params.kwargs) -> Result:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from megarl.numerics.parts import TRAINING, output_file
 from megarl.training.batching import Key, TokenValues, Update
 from megarl.types import IntArray, SampleGroup, TrainSequence
 from megarl.types.remote import RemoteCall
@@ -86,7 +87,7 @@ class RecordLayersCall(RemoteCall):
 
     def file(self, rank: int) -> Path:
         """Of one rank."""
-        return self.folder / f"training-{rank}.npz"
+        return output_file(self.folder, TRAINING, rank)
 
     def sequences(self, cp: int) -> list[TrainSequence]:
         """cp: data-parallel ranks that split the row, 1 where the layout's own do."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.types.errors import ProcessLost
 
-_GIB = 2**30
+_GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class MemoryUse:
 
     def __str__(self) -> str:
         held = ", ".join(
-            f"{name} {count / _GIB:.2f} GiB" for name, count in self.bytes_by_name.items()
+            f"{name} {count / _GB:.2f} GB" for name, count in self.bytes_by_name.items()
         )
         return f"{self.words}; measured: {held}" if held else self.words
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import RewardConfig
+from megarl.device import BACKEND, DEVICE
 from megarl.environments.runtime.environment_processes import EnvironmentSettings
 from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.rollout.reward_workers.by_source import RewardWorkers
@@ -17,13 +18,13 @@ _LONG_S = 500.0
 
 
 class Rank:
-    """A rank of a gloo world of two."""
+    """A rank of a world of two."""
 
     def __init__(self, rank: int, meeting: Path) -> None:
         import torch.distributed as dist
 
         self._rank = rank
-        dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
+        dist.init_process_group(BACKEND, f"file://{meeting}", rank=rank, world_size=2)
 
     def train(self, skips: int) -> int:
         """A rank that skips the collective returns, and the other waits for it."""
@@ -31,7 +32,9 @@ class Rank:
         import torch.distributed as dist
 
         if self._rank != skips:
-            dist.all_reduce(torch.ones(1))
+            ones = torch.ones(1, device=DEVICE)
+            dist.all_reduce(ones)
+            ones.item()
         return self._rank
 
 

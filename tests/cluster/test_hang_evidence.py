@@ -44,10 +44,10 @@ def test_the_end_of_a_run_waits_for_a_report_in_progress(tmp_path: Path) -> None
         ended.append(may_end.wait(_WAIT_S))
         raise RuntimeError("it has no cluster")
 
-    clock = PhaseClock(0.0, 0.0)
-    watch = HangWatch(clock, tmp_path, lambda _: None, view)
+    clock = PhaseClock(0.01, 0.01)
+    watch = HangWatch(clock, tmp_path, lambda _: None, view, str)
     watch.end()
-    watch = HangWatch(clock, tmp_path, lambda _: None, view)
+    watch = HangWatch(clock, tmp_path, lambda _: None, view, str)
     watch.start()
     with clock.phase(1, "train"):
         assert has_begun.wait(_WAIT_S)

@@ -22,7 +22,9 @@ from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.hang_watch import HangWatch
 from megarl.cluster.pulses import Pulses
 from megarl.cluster.ray_session import Cluster
+from megarl.device import DEVICE
 from megarl.diagnosis.phases import PhaseClock
+from megarl.tracking.secrets import redacted
 from tests.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.slow
@@ -55,13 +57,14 @@ import psutil
 from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.diagnosis.phases import PhaseClock
+from megarl.tracking.secrets import redacted
 
 def tell(*words):
     print("run:", *words, flush=True)
 
 clock = PhaseClock(1.0, 600.0)
 session = Cluster(2, node_gpus=1, say=tell)
-session.watch_phases(clock, Path(sys.argv[1]))
+session.watch_phases(clock, Path(sys.argv[1]), redacted)
 with session as cluster:
     ranks = [cluster.worker(f"training rank {rank}", rank) for rank in range(2)]
     started = {worker.start("tests.cluster.idle:Idle", 0): worker.name for worker in ranks}
@@ -152,13 +155,14 @@ def watched(
         lines.append(line)
 
     clock = PhaseClock(LIMIT_S, first_s=600.0)
-    watch = HangWatch(clock, tmp_path, say, cluster._view)
+    watch = HangWatch(clock, tmp_path, say, cluster._view, redacted)
     watch.start()
     yield Watched(cluster, clock, watch, tmp_path, lines, said_s, record_property)
     watch.end()
 
 
 def test_a_rank_that_skips_a_collective_is_named(watched: Watched, tmp_path: Path):
+    """Unverified on a GPU: look first where the rank that waits is over NCCL, which is no collective's function."""
     cluster = watched.cluster
     ranks = [cluster.worker(f"training rank {rank}", rank) for rank in range(2)]
     started = {
@@ -169,11 +173,14 @@ def test_a_rank_that_skips_a_collective_is_named(watched: Watched, tmp_path: Pat
     calls = {worker.call("train", 1): worker.name for worker in ranks}
     (skipped,) = cluster.await_any(calls)
     page = watched.page_of({ref: calls[ref] for ref in calls if ref is not skipped}, "train")
-    assert re.match(
+    by_stacks = (
         r"training rank 1 is not in the all_reduce, called by Rank\.train \(tests/cluster/hanging\.py:\d+\) in which "
-        r"training rank 0 waits; training rank 1 has no call open, has finished train \d+ s ago, ",
-        page[0],
+        r"training rank 0 waits; training rank 1 has no call open, has finished train \d+ s ago, "
     )
+    by_calls = (
+        "training rank 0 is the last: training rank 1 has finished; training rank 0 in train for "
+    )
+    assert re.match(by_calls if DEVICE == "cuda" else by_stacks, page[0])
     text = "\n".join(page)
     assert "-> training rank 0 (pid " in text and "the longest train for " in text
     assert "controller on " in text and "await_any (megarl/cluster/calls.py:" in text

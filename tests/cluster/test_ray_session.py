@@ -321,10 +321,10 @@ def test_a_timeline_has_what_all_processes_did_in_the_chosen_steps(
 ):
     said: list[str] = []
     timeline = StepTimeline(cluster, TimelineConfig(steps=(2, 3)), tmp_path, said.append)
-    with timeline.of(1):
+    with timeline.recording(1):
         ask(cluster, workers, "add", 1)
     assert not list(tmp_path.iterdir())
-    with timeline.of(2):
+    with timeline.recording(2):
         ask(cluster, workers, "add", 1)
         ask(cluster, workers, "pair")  # on the event loop: no span of the thread
         late = cluster.worker("late", 0)
@@ -337,10 +337,10 @@ def test_a_timeline_has_what_all_processes_did_in_the_chosen_steps(
     assert said.pop().endswith("; without late, which did not record the whole step")
     cluster.end(late)
 
-    with pytest.raises(KeyError), timeline.of(3):  # and is repeated, as after a failure
+    with pytest.raises(KeyError), timeline.recording(3):  # and is repeated, as after a failure
         ask(cluster, workers, "add", 1)
         raise KeyError
-    with timeline.of(3):
+    with timeline.recording(3):
         ask(cluster, workers, "size", b"")
     assert spans_of(tmp_path / "timeline" / "step_3.json.gz")[0] == ("controller", "step 3")
     assert {name for _, name in spans_of(tmp_path / "timeline" / "step_3.json.gz")[1:]} == {"size"}
@@ -361,7 +361,7 @@ def test_the_clock_of_another_process_is_read_to_within_the_stated_error(
     ask(cluster, [other], "have_another_clock")
     said: list[str] = []
     timeline = StepTimeline(cluster, TimelineConfig(steps=(1,)), tmp_path, said.append)
-    with timeline.of(1):
+    with timeline.recording(1):
         ask(cluster, [other], "work", 0.1)
     content = json.loads(gzip.decompress((tmp_path / "timeline" / "step_1.json.gz").read_bytes()))
     error_us = content["otherData"]["clock_error_us"]["other"]

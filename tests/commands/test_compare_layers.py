@@ -14,9 +14,9 @@ from megarl import cli
 from megarl.commands.compare_layers import (
     chosen_experts,
     engine_side,
+    find_checkpoint,
     one_rank,
     training_side,
-    weights_folder,
 )
 from megarl.commands.compared_tokens import compared_tokens
 from megarl.config.loading import load_recipe
@@ -40,6 +40,7 @@ def asked(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
         "run": tmp_path,
         "samples": None,
         "step": None,
+        "weights_step": 2,
         "num_tokens": 32,
         "vocab_size": 40,
         "say": lambda line: None,
@@ -47,16 +48,25 @@ def asked(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_tokens_are_those_of_the_steps_samples(asked: dict[str, Any], tmp_path: Path) -> None:
-    """Of the newest step where none is named; no sequence has more than a quarter."""
+    """Of the checkpoint's step or the newest before it, of model.path the first; none has more than a quarter."""
     lines = [
-        {"step": step, "prompt": f"{step}+{step}=", "response": "1234567890"} for step in (1, 2, 2)
+        {"step": step, "prompt": f"{step}+{step}=", "response": "1234567890"} for step in (2, 4, 4)
     ]
     text = "\n".join([*map(json.dumps, lines), "{"])
     (tmp_path / "samples.jsonl").write_text(text)
-    newest = compared_tokens(**asked)
+    newest = compared_tokens(**{**asked, "weights_step": 5})
     assert [len(token_ids_T) for token_ids_T in newest] == [8, 8]
-    (of_first,) = compared_tokens(**{**asked, "step": 1})
-    assert of_first.tolist() != newest[0].tolist() == newest[1].tolist()
+    for weights_step in (0, 2, 3):
+        (of_first,) = compared_tokens(**{**asked, "weights_step": weights_step})
+        assert of_first.tolist() != newest[0].tolist() == newest[1].tolist()
+
+
+def test_samples_of_later_steps_alone_are_not_taken(asked: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"step": 10, "prompt": "1+1=", "response": "2"}')
+    lines: list[object] = []
+    found = compared_tokens(**{**asked, "weights_step": 5, "say": lines.append})
+    assert [len(token_ids_T) for token_ids_T in found] == [8] * 4
+    assert "random tokens, as samples.jsonl has none of step 5" in str(lines)
 
 
 def test_tokens_of_a_file_are_those_that_were_sampled(
@@ -126,9 +136,9 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_step_without_checkpoint_is_refused(asked: dict[str, Any], tmp_path: Path) -> None:
     lines: list[object] = []
-    assert weights_folder(asked["recipe"], tmp_path, 0, lines.append) is None
+    assert find_checkpoint(asked["recipe"], tmp_path, 0, lines.append) is None
     assert not lines
-    assert weights_folder(asked["recipe"], tmp_path, None, lines.append) is None
+    assert find_checkpoint(asked["recipe"], tmp_path, None, lines.append) is None
     assert lines == ["the run has no checkpoint: the weights are those of model.path"]
     with pytest.raises(UserError, match="has no whole checkpoint of step 3; leave it out"):
-        weights_folder(asked["recipe"], tmp_path, 3, lines.append)
+        find_checkpoint(asked["recipe"], tmp_path, 3, lines.append)

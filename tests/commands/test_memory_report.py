@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.failures import WorkerFailed
-from megarl.commands.memory_report import explained
+from megarl.commands.memory_report import with_memory_report
 from megarl.diagnosis.phases import Phase
 from megarl.types.memory_use import MemoryUse
 from tests.plan import recipes
 
 TRAIN, ROLLOUT = Phase(3, "train", 0.0), Phase(3, "rollout", 0.0)
 USE = MemoryUse(
-    "CUDA out of memory. Tried to allocate 2 GiB", {"tensors": 60 * 2**30, "free": 2**29}
+    "CUDA out of memory. Tried to allocate 2 GiB", {"allocated": 64 * 10**9, "free": 5 * 10**8}
 )
 # by Ray 2.60 after SIGSEGV, and the same after SIGKILL
 RAYS_WORDS = (
@@ -37,12 +37,12 @@ def test_a_ranks_error_has_the_plans_figure_and_the_key_that_helps(tmp_path: Pat
         "training rank 2: out of memory (OutOfMemoryError)", "traceback", "training rank 2", USE
     )
     recipe = recipes.small(tmp_path, "train.tokens_per_micro_batch=65536")
-    told = explained(recipe, failed, TRAIN, kernel_kills=0)
+    told = with_memory_report(recipe, failed, TRAIN, kernel_kills=0)
     who, measured, planned, hint = str(told).split("; ")
     assert who == (
         "training rank 2 ran out of memory in phase train of step 3: CUDA out of memory. Tried to allocate 2 GiB"
     )
-    assert measured == "measured: tensors 60.00 GiB, free 0.50 GiB"
+    assert measured == "measured: allocated 64.00 GB, free 0.50 GB"
     assert planned.startswith("the plan has ") and " on the fullest GPU in train (" in planned
     assert hint.startswith("set train.tokens_per_micro_batch to ")
     assert told.evidence == "traceback" and told.worker == "training rank 2"
@@ -50,10 +50,12 @@ def test_a_ranks_error_has_the_plans_figure_and_the_key_that_helps(tmp_path: Pat
 
 def test_an_engines_error_is_known_by_its_log(tmp_path: Path):
     failed = WorkerFailed(
-        "engine 0: EngineLost: scheduler 0 has ended", f"log\n{ENGINE_LOG}\n", "engine 0"
+        "engine 0: EngineLost: scheduler 0 has ended",
+        f"MemoryError\nlog\n{ENGINE_LOG}\n",
+        "engine 0",
     )
     recipe = recipes.small(tmp_path, "placement.hardware=null")
-    told = str(explained(recipe, failed, ROLLOUT, kernel_kills=0))
+    told = str(with_memory_report(recipe, failed, ROLLOUT, kernel_kills=0))
     assert told.startswith(f"engine 0 ran out of memory in phase rollout of step 3: {ENGINE_LOG}; ")
     assert "placement.hardware is not set" in told
     assert "; lower mem_fraction_static in rollout.engine.sglang, or set " in told
@@ -62,8 +64,8 @@ def test_an_engines_error_is_known_by_its_log(tmp_path: Path):
 def test_a_death_is_one_of_memory_where_the_kernel_has_killed(tmp_path: Path):
     failed = WorkerFailed("training rank 0: its process died", "died", "training rank 0")
     recipe = recipes.small(tmp_path, "placement.hardware=null")
-    assert explained(recipe, failed, TRAIN, kernel_kills=0) is failed
-    told = str(explained(recipe, failed, None, kernel_kills=1))
+    assert with_memory_report(recipe, failed, TRAIN, kernel_kills=0) is failed
+    told = str(with_memory_report(recipe, failed, None, kernel_kills=1))
     assert told.startswith(
         "training rank 0 ran out of memory: the kernel has killed it, or another process"
     )
@@ -83,4 +85,4 @@ def test_another_failure_stays_as_it_is(tmp_path: Path):
     failed = WorkerFailed(
         "training rank 0: ValueError: shapes differ", "traceback", "training rank 0"
     )
-    assert explained(recipes.small(tmp_path), failed, TRAIN, kernel_kills=1) is failed
+    assert with_memory_report(recipes.small(tmp_path), failed, TRAIN, kernel_kills=1) is failed

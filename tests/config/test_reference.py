@@ -101,7 +101,7 @@ def test_a_key_is_found_as_recipes_write_it(written: str, found: str) -> None:
         ("train.lrr", "did you mean train.lr?"),
         ("tran.lr", "did you mean train.lr?"),
         ("lr", "did you mean warm_start.lr or train.lr or critic.lr?"),
-        ("train.steps", "did you mean run.steps or warm_start.steps or timeline.steps?"),
+        ("train.steps", "did you mean run.steps or run.timeline.steps or warm_start.steps?"),
         ("train.lr.x", "did you mean"),
         ("", "the keys there are run, model, data"),
         ("x" * 300, "the keys there are run, model, data"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from megarl.diagnosis.collectives import Collective, absence
-from megarl.diagnosis.culprit import culprit
+from megarl.diagnosis.culprit import culprit, named_culprit, seems_hung
 from megarl.diagnosis.evidence import (
     RAYLET,
     Evidence,
@@ -176,14 +176,14 @@ PLANTED = {
 SOUND = {
     "all compute": (
         evidence(RANKS, [process(each.name, at_work(), cpu_share=0.9) for each in RANKS]),
-        "nothing stands still: training rank 0, training rank 1 and training rank 2 compute",
+        "every process computes: training rank 0, training rank 1 and training rank 2",
     ),
     "a job of a moment": (
         evidence(
             [worker("engine 0", calls=IN_ENGINE, load=reward(2.0))],
             [process("engine 0", at_work(), cpu_share=0.9)],
         ),
-        "nothing stands still: engine 0 computes",
+        "every process computes: engine 0",
     ),
     "nobody is waited for": (
         evidence([worker("engine 0", calls=(), is_awaited=False)]),
@@ -197,6 +197,46 @@ def test_the_first_line_names_what_was_planted(name: str):
     planted, line = (PLANTED | SOUND)[name]
     assert culprit(planted) == line
     assert hang_page(planted).splitlines()[0] == line
+    assert bool(named_culprit(planted)) == (name in PLANTED)
+
+
+OF_MOMENTS = {
+    "a rank that computes while others wait": evidence(
+        RANKS, [*IN_REDUCTION[:2], process("training rank 2", at_work(), cpu_share=0.9)]
+    ),
+    "the last of all": PLANTED["the last of all"][0],
+    "a full store": evidence(
+        RANKS,
+        [process(each.name, at_work(), cpu_share=0.9) for each in RANKS],
+        [NodeEvidence("10.0.0.2", 0.993)],
+    ),
+    "a job of two thirds": PLANTED["a sleeping reward"][0],
+    "a server of others samples": evidence(
+        [worker("engine 0", calls=IN_ENGINE, load=WorkLoad(8, 2))], [process("engine 0")]
+    ),
+}
+OF_NO_HEALTHY_PHASE = {
+    "a job of the whole phase": evidence(
+        [worker("engine 0", calls=IN_ENGINE, load=reward(85.0))], [process("engine 0", at_work())]
+    ),
+    "all ranks sleep": evidence(RANKS, [process(each.name, at_work("nap")) for each in RANKS]),
+    "an actor that does not answer": PLANTED["an actor that does not answer"][0],
+    "schedulers that stand still": PLANTED["schedulers that stand still"][0],
+    "a rank that sleeps": PLANTED["a rank that sleeps"][0],
+    "a stopped scheduler": PLANTED["a stopped scheduler"][0],
+    "a dead raylet": PLANTED["a dead raylet"][0],
+}
+
+
+@pytest.mark.parametrize("name", [*SOUND, *OF_MOMENTS])
+def test_a_healthy_phase_may_last_as_long_as_it_likes(name: str):
+    assert not seems_hung(OF_MOMENTS[name] if name in OF_MOMENTS else SOUND[name][0])
+
+
+@pytest.mark.parametrize("name", OF_NO_HEALTHY_PHASE)
+def test_what_a_healthy_phase_has_for_a_moment_at_most(name: str):
+    planted = OF_NO_HEALTHY_PHASE[name]
+    assert seems_hung(planted) and named_culprit(planted)
 
 
 def test_stages_of_a_pipeline_wait_each_in_its_own_way():

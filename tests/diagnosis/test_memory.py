@@ -38,8 +38,8 @@ def test_an_allocation_that_fails_is_told_with_what_the_process_holds():
     assert of_torch[1] is True and of_python[:3] == ["MemoryError", True, "MemoryError"]
     for *_, table in (of_torch, of_python):
         if DEVICE == "cuda":
-            assert 0 < table["tensors"] <= table["tensors at most"] < table["the GPU"]
-            assert table["free"] <= table["the GPU"] and table["all else on the GPU"] >= 0
+            assert 0 < table["allocated"] <= table["peak allocated"] < table["the GPU"]
+            assert table["free"] <= table["the GPU"] and table["used by others"] >= 0
             continue
         assert of_torch[0] == "RuntimeError" and f"{2**45} bytes" in of_torch[2]
         assert 2**20 < table["resident set"] < table["address space"] < table["its limit"]
@@ -66,6 +66,7 @@ def test_other_errors_are_none_of_memory():
 )
 def test_a_log_tells_of_memory(line: str):
     assert memory_error_in(f"Traceback (most recent call last):\n  {'frame'}\n{line}\nend") == line
+    assert memory_error_in(f"MemoryError\n{line}\nend") == line, "the last"
     assert memory_error_in("RuntimeError: shapes differ\nNo MemoryErrors here") == ""
 
 

@@ -50,3 +50,21 @@ def test_a_phase_that_fails_teaches_nothing(clock: SimpleNamespace):
         clock.now_s += 500.0
         raise ValueError
     assert run.limit_s("train") == 600.0 and run.current is None
+
+
+def test_nobody_knows_how_long_the_first_phase_of_a_name_takes(clock: SimpleNamespace):
+    run = PhaseClock(limit_s=None, first_s=600.0)
+    with run.phase(1, "rollout"):
+        clock.now_s += 1300.0
+        phase = run.overdue()
+        assert phase and phase == run.current and run.num_limits(phase) == 2
+        assert not run.has_limit("rollout") and run.longest_s("rollout") is None
+    assert run.has_limit("rollout") and run.longest_s("rollout") == 1300.0
+    assert PhaseClock(limit_s=5.0, first_s=600.0).has_limit("rollout")
+
+
+def test_zero_turns_the_limit_off(clock: SimpleNamespace):
+    run = PhaseClock(limit_s=0.0, first_s=600.0)
+    with run.phase(1, "rollout"):
+        clock.now_s += 1e6
+        assert run.overdue() is None

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +14,16 @@ import pytest
 
 from megarl.diagnosis import stacks
 from megarl.diagnosis.evidence import ProcessEvidence, ThreadStack
-from megarl.diagnosis.stacks import look, look_packed, stacks_of, unpacked
+from megarl.diagnosis.stacks import packed_processes_of, processes_of, stacks_of, unpacked
 
 ROOT = Path(__file__).parents[2]
+SECRET = "hf_0123456789abcdef"
 PROGRAM = """
 import subprocess, sys, time
 from megarl.diagnosis.stacks import answer_with_stacks
 answer_with_stacks()
 child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"])
-def nap_under_a_name():
+def nap_under_a_name(password=sys.argv[1]):
     print("ready", flush=True)
     time.sleep(600)
 nap_under_a_name()
@@ -31,9 +33,9 @@ nap_under_a_name()
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[str]]:
     """A process that sleeps in a function, with a child that sleeps, too."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_TOKEN": SECRET}
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=environment,
+        [sys.executable, "-c", PROGRAM, SECRET], stdout=subprocess.PIPE, text=True, env=environment,
         start_new_session=True,
     )  # fmt: skip
     assert process.stdout
@@ -48,17 +50,19 @@ def functions(threads: list[ThreadStack]) -> set[str]:
 
 
 def test_a_process_is_seen_with_what_it_has_started(sleeper: subprocess.Popen[str]):
-    packed = look_packed({sleeper.pid: "training rank 0"})
+    packed = packed_processes_of({sleeper.pid: "training rank 0"})
     own, child = unpacked(packed)
     assert own.is_own and own.worker == child.worker == "training rank 0" and not child.is_own
     assert "nap_under_a_name" in functions([*own.threads]), own.problem
     assert own.is_still and own.state == "S" and child.threads
+    # it is an argument, a local variable and in the environment
+    assert SECRET.encode() not in zlib.decompress(packed)
 
 
 def test_a_stopped_process_has_stacks(sleeper: subprocess.Popen[str]):
     os.kill(sleeper.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
-    own = look({sleeper.pid: "engine 0"})[0]
+    own = processes_of({sleeper.pid: "engine 0"})[0]
     assert own.is_stopped and "nap_under_a_name" in functions([*own.threads]), own.problem
 
 
@@ -70,7 +74,7 @@ def test_a_process_writes_its_stacks_where_py_spy_may_not_read(
     spy.write_text("#!/bin/sh\necho 'Error: Permission Denied: Try running again' >&2\nexit 1\n")
     spy.chmod(0o700)
     monkeypatch.setattr(stacks, "_spy", lambda: str(spy))
-    own, child = look({sleeper.pid: "training rank 0"})
+    own, child = processes_of({sleeper.pid: "training rank 0"})
     assert "nap_under_a_name" in functions([*own.threads]) and not own.problem
     assert not child.threads and child.problem.startswith(
         "the kernel does not let py-spy read it (ptrace)"
@@ -139,5 +143,5 @@ nap_of_the_parent() if child else nap_of_the_fork()
 def test_a_process_that_has_ended_is_no_evidence():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    found: list[ProcessEvidence] = look({ended.pid: "gone"})
+    found: list[ProcessEvidence] = processes_of({ended.pid: "gone"})
     assert found == []

@@ -20,7 +20,7 @@ from tests.timeline.trace_processor import ARROWS, PROBLEMS, SPANS, ask
 
 pytestmark = pytest.mark.slow
 
-SHORT = ("run.steps=5", "timeline.steps=[4]", "timeline.profile_ranks=[0]")
+SHORT = ("run.steps=5", "run.timeline.steps=[4]", "run.timeline.profile_ranks=[0]")
 REWARD = "megarl.rollout.rewards.exact:score"
 PNG = b"\x89PNG\r\n\x1a\n"
 EVERY_STEP = (

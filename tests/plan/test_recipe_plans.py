@@ -54,6 +54,7 @@ TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
     "qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "vapo_qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.fp8"),
     "deepseek671b": ({"tp": 16, "ep": 16, "dp": 8}, ["rollout", "reshard"], "rollout.engine.fp8"),
+    "glm4_5_air": ({"tp": 2, "ep": 2, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "qwen2_5_32b": ({"tp": 1}, ["rollout"], "rollout.engine.fp8"),
     "kimi_k2_64gpus": ({"tp": 32, "ep": 32, "dp": 4}, ["rollout", "reshard"], "rollout.engine.tp"),
 }

@@ -112,9 +112,9 @@ def test_coroutines_know_what_they_come_from_in_the_loop_of_another_thread_too()
     assert recorder.cause() == 0
 
 
-def test_a_recorded_method_is_a_span_also_where_it_fails() -> None:
+def test_a_concurrent_call_is_a_span_also_where_it_fails() -> None:
     class Engine:
-        @recorder.recorded
+        @recorder.concurrent_call
         async def reshard(self, version: int) -> int:
             if version < 0:
                 raise ValueError

@@ -26,7 +26,7 @@ from megarl.rollout.sglang.adapter_slot import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.group_queue import GroupQueue
 from megarl.rollout.sglang.host import EngineError, EngineLost, Host
-from megarl.rollout.sglang.scheduler_spans import METHOD, Order, SchedulerSpans
+from megarl.rollout.sglang.scheduler_spans import SchedulerSpans
 from megarl.timeline import recorder
 from megarl.types import Row
 from megarl.types.json_objects import JsonObject
@@ -57,7 +57,7 @@ class Engine(SamplingEngine):
         if not settings.load_weights:
             self._stale = "the engine has no weights: none were resharded into it yet"
         self._is_released = False  # whether the weights have no memory
-        self._spans = SchedulerSpans(self._order, self._host.spans_files())
+        self._spans = SchedulerSpans(self._call_schedulers, self._host.spans_files())
         recorder.attach(self._spans)
 
     @property
@@ -263,10 +263,10 @@ class Engine(SamplingEngine):
         self._refuse_to_send()
         return await self._sglang_call("send_copy", {"message": json.dumps(message)})
 
-    def _order(self, order: Order) -> str | None:
-        """Have all schedulers begin to record, or end; returns why one could not."""
+    def _call_schedulers(self, method: str) -> str | None:
+        """As `_sglang_call`, for a caller outside of the event loop; returns an error's text or None."""
         try:
-            return asyncio.run(self._host.run(self._sglang_call(METHOD, {"order": order})))
+            return asyncio.run(self._host.run(self._sglang_call(method, {})))
         except EngineError as error:
             return str(error)
 

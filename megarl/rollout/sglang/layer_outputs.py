@@ -6,18 +6,16 @@ number is known. What a rank has of other tokens than its own (of experts under 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from megarl.numerics import operations
-from megarl.numerics.parts import OutputPart, Terms, write_parts
+from megarl.numerics.module_recorder import ModuleRecorder, first_tensor
+from megarl.numerics.parts import ENGINE, output_file, write_parts
 from megarl.types import IntArray
 
 _PREFIX = "compare-layers-"
@@ -28,12 +26,7 @@ def request_name(first_token: int) -> str:
     return f"{_PREFIX}{first_token}"
 
 
-def output_file(folder: Path, rank: int) -> Path:
-    """Of one rank of the engine."""
-    return folder / f"engine-{rank}.npz"
-
-
-class EngineLayerRecorder:
+class EngineLayerRecorder(ModuleRecorder):
     """Records the prefills of a model from its making until `finish`.
 
     rank: the tensor-parallel one of the process. num_terms: in which the sums over ranks are recorded, where the
@@ -44,15 +37,11 @@ class EngineLayerRecorder:
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
-        self._rank = rank
+        super().__init__(rank, (int(parallel.attn_tp_rank), int(parallel.attn_tp_size)))
         self._num_terms = num_terms
         self._tp = int(parallel.tp_size)
-        self._attention = int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
-        self._parts: list[OutputPart] = []
-        self._numbers_N: IntArray | None = (
-            None  # of the tokens of the current pass, where it is recorded
-        )
-        self._handles: list[Any] = []
+        # of the tokens of the current pass, where it is recorded
+        self._numbers_N: IntArray | None = None
         decoder = model.model
         self._handles.append(decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._after(decoder.embed_tokens, operations.BEFORE_LAYERS, operations.EMBEDDING)
@@ -63,9 +52,8 @@ class EngineLayerRecorder:
 
     def finish(self, folder: Path) -> None:
         """Write what was recorded, and remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        write_parts(output_file(folder, self._rank), self._parts)
+        self.remove_hooks()
+        write_parts(output_file(folder, ENGINE, self._rank), self.parts)
 
     def _begin(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A pass begins; of a prefill of one of our requests the tokens' numbers are known."""
@@ -102,41 +90,25 @@ class EngineLayerRecorder:
             see = partial(self._see_row_parallel, number, operations.MLP)
             self._hook(mlp.down_proj, see)
 
-    def _hook(self, module: Any, see: Callable[[Any, Any, Any], None]) -> None:
-        def in_pass(module: Any, inputs: Any, output: Any) -> None:
-            if self._numbers_N is not None:
-                see(module, inputs, output)
-
-        self._handles.append(module.register_forward_hook(in_pass))
-
-    def _after(self, module: Any, layer: int, operation: str, *, is_split: bool = False) -> None:
-        """Record a module's output. is_split: over the ranks of attention, by features."""
-
-        def see(_: Any, inputs: Any, output: Any) -> None:
-            self._see(layer, operation, _first(output), is_split=is_split)
-
-        self._hook(module, see)
-
     def _see_norm(self, layer: int, _: Any, inputs: Any, output: Any) -> None:
         """A norm before attention, or the last: it also adds the output of the layer before to the residual."""
         is_last = layer == operations.AFTER_LAYERS
         operation = operations.FINAL_NORM if is_last else operations.INPUT_NORM
-        self._see(layer, operation, _first(output))
+        self._see(layer, operation, first_tensor(output))
         if not isinstance(output, torch.Tensor):
             before = self._last_layer if is_last else layer - 1
             self._see(before, operations.LAYER, output[1])
 
     def _see_mlp_norm(self, number: int, _: Any, inputs: Any, output: Any) -> None:
-        self._see(number, operations.MLP_NORM, _first(output))
+        self._see(number, operations.MLP_NORM, first_tensor(output))
         if not isinstance(output, torch.Tensor):
             self._see(number, operations.RESIDUAL, output[1])
 
     def _see_heads(self, number: int, attention: Any, _: Any, inputs: Any, output: Any) -> None:
         query, key, value = inputs[:3]
         self._see(number, operations.QUERY, query, is_split=True)
-        rank, size = self._attention
         # of several ranks with one head of keys each has it all
-        first_head = rank * attention.total_num_kv_heads // size
+        first_head = self._split_number * attention.total_num_kv_heads // self._split_count
         for operation, values in ((operations.KEY, key), (operations.VALUE, value)):
             self._see(number, operation, values, first_head * attention.head_dim)
 
@@ -150,18 +122,20 @@ class EngineLayerRecorder:
         """The terms of this rank, computed again, because whether a layer sums them depends on what comes next."""
         linear = getattr(module, "base_layer", module)
         if linear.tp_size == 1:
-            self._see(number, operation, _first(output))
+            self._see(number, operation, first_tensor(output))
         own_terms = self._num_terms // linear.tp_size
         weight = linear.weight
         is_plain = weight.shape[-1] == inputs[0].shape[-1] and weight.dtype == inputs[0].dtype
         if own_terms > 1 and is_plain and weight.shape[1] % own_terms == 0:
-            first = linear.tp_rank * own_terms
-            pieces = zip(
-                inputs[0].chunk(own_terms, dim=-1), weight.chunk(own_terms, dim=1), strict=True
+            self._see_terms(
+                number,
+                operation,
+                inputs[0],
+                weight,
+                tp_rank=linear.tp_rank,
+                num_own=own_terms,
+                num_terms=self._num_terms,
             )
-            for place, (values, columns) in enumerate(pieces, first):
-                terms = place, place + 1, self._num_terms
-                self._see(number, operation, F.linear(values, columns), terms=terms)
         elif linear.tp_size > 1:
             terms = linear.tp_rank, linear.tp_rank + 1, linear.tp_size
             values = linear.quant_method.apply(linear, inputs[0], bias=None)
@@ -190,36 +164,12 @@ class EngineLayerRecorder:
         terms = None
         if self._tp > 1 and should_skip_mlp_all_reduce():
             terms = self._rank, self._rank + 1, self._tp
-        self._see(number, operations.EXPERTS, _first(output), terms=terms)
+        self._see(number, operations.EXPERTS, first_tensor(output), terms=terms)
 
-    def _see(
-        self,
-        layer: int,
-        operation: str,
-        values: Tensor,
-        first_feature: int = 0,
-        *,
-        is_split: bool = False,
-        terms: Terms | None = None,
-    ) -> None:
-        numbers_N = self._numbers_N
-        if numbers_N is None or len(values) != len(numbers_N):
-            return
-        values_NF = values.detach().reshape(len(values), -1)
-        if is_split:
-            first_feature = self._attention[0] * values_NF.shape[1]
-        part = OutputPart(
-            layer=layer,
-            operation=operation,
-            rank=self._rank,
-            tokens_N=numbers_N,
-            # a copy, because SGLang writes into its residuals
-            values_NF=values_NF.float().cpu().numpy().copy(),
-            first_feature=first_feature,
-            terms=terms,
-        )
-        self._parts.append(part)
+    def _is_recorded(self) -> bool:
+        return self._numbers_N is not None
 
-
-def _first(output: Any) -> Tensor:
-    return output if isinstance(output, torch.Tensor) else output[0]
+    def _token_numbers(self, num_rows: int) -> IntArray | None:
+        if self._numbers_N is None or num_rows != len(self._numbers_N):
+            return None
+        return self._numbers_N

@@ -22,7 +22,7 @@ from megarl.diagnosis.stacks import answer_with_stacks
 from megarl.rollout.sglang import adapter_slot, deterministic, scheduler_spans
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.loop_counts import LoopCounter
-from megarl.timeline.recorder import span
+from megarl.timeline import recorder
 
 
 def set_environment(*, whole_shared: bool = False) -> None:
@@ -260,11 +260,11 @@ def _patch_scheduler(
             return super().ingest_requests(*args, **kwargs)
 
         def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            with span(batch.forward_mode.name.lower(), requests=len(batch.reqs)):
+            with recorder.span(batch.forward_mode.name.lower(), requests=len(batch.reqs)):
                 return super().run_batch(batch, *args, **kwargs)
 
         def process_batch_result(self, batch: Any, result: Any) -> None:
-            with span("take results", requests=len(batch.reqs)):
+            with recorder.span("take results", requests=len(batch.reqs)):
                 super().process_batch_result(batch, result)
             scheduler_spans.note_first_tokens(batch)
 
@@ -320,9 +320,14 @@ def _end_layers(scheduler: Any, folder: str) -> None:
     del scheduler.layer_recorder
 
 
-def _record_spans(scheduler: Any, order: scheduler_spans.Order) -> None:
-    """Begin or end to record what this scheduler does."""
-    scheduler_spans.obey(order, scheduler.spans_path)
+def _begin_spans(_: Any) -> None:
+    """Record what this scheduler does from now on."""
+    recorder.begin()
+
+
+def _end_spans(scheduler: Any) -> None:
+    """Write what was recorded into this scheduler's file."""
+    scheduler_spans.write_spans(scheduler.spans_path)
 
 
 def _models(scheduler: Any) -> list[Any]:
@@ -334,7 +339,8 @@ _METHODS: Mapping[str, Callable[..., None]] = {
     "forget_ranks": _forget_ranks,
     "begin_layers": _begin_layers,
     "end_layers": _end_layers,
-    scheduler_spans.METHOD: _record_spans,
+    scheduler_spans.BEGIN: _begin_spans,
+    scheduler_spans.END: _end_spans,
 }
 
 

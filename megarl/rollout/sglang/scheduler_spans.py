@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megarl.timeline import recorder
 from megarl.timeline.recorder import FIRST_TOKENS, Children, Recording, from_json
 
-Order = Literal["begin", "end"]
-METHOD = "record"  # of the schedulers' calls
+# names of the schedulers' calls
+BEGIN = "begin_spans"
+END = "end_spans"
 
 
-def obey(order: Order, file: Path) -> None:
-    """In a scheduler: begin to record, or end and write what was recorded into a file."""
-    if order == "begin":
-        recorder.begin()
-    elif recording := recorder.end():
+def write_spans(file: Path) -> None:
+    """In a scheduler: stop recording, and write what was recorded into a file."""
+    if recording := recorder.end():
         file.write_text(json.dumps(recorder.as_json(recording)))
 
 
@@ -34,18 +33,18 @@ def note_first_tokens(batch: Any) -> None:
 class SchedulerSpans(Children):
     """The schedulers of an engine on its first node, seen from the engine's process."""
 
-    def __init__(self, ask: Callable[[Order], str | None], files: Mapping[str, Path]) -> None:
-        """ask: has all schedulers obey, and returns why one could not. files: of each scheduler, by its name."""
-        self._ask = ask
+    def __init__(self, call: Callable[[str], str | None], files: Mapping[str, Path]) -> None:
+        """call: makes a call of all schedulers, and returns why one failed. files: of each scheduler, by its name."""
+        self._call = call
         self._files = files
 
     def begin(self) -> None:
         for file in self._files.values():
             file.unlink(missing_ok=True)
-        self._ask("begin")
+        self._call(BEGIN)
 
     def end(self) -> dict[str, Recording]:
-        if self._ask("end"):
+        if self._call(END):
             return {}
         return {
             name: from_json(json.loads(file.read_text()))
