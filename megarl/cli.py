@@ -105,6 +105,7 @@ def train(
 ) -> None:
     """Run a recipe; everything it makes lies in run.dir/run.name."""
     run: Callable[[Recipe], None]
+    note_sigusr2()
     if dry_run:
         others = {"--resume": resume, "--from-samples": from_samples}
         other = next((option for option, value in others.items() if value), None)
@@ -113,7 +114,6 @@ def train(
         run = partial(launching.train_from, samples=from_samples, resume=resume)
     else:
         note_sigusr1()
-        note_sigusr2()
         run = partial(launching.train, resume=resume)
     sys.exit(run_recipe_with_ray(recipe, overrides, run))
 
@@ -129,6 +129,7 @@ def rollout(
     ] = None,
 ) -> None:
     """Sample and score a recipe's prompts into a file, and train nothing."""
+    note_sigusr2()
     if steps is not None:
         overrides = [*(overrides or []), f"run.steps={steps}"]
     sys.exit(run_recipe_with_ray(recipe, overrides, partial(launching.rollout, out=out)))

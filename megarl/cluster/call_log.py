@@ -35,14 +35,14 @@ class CallLog:
             self._last = method, time.monotonic()
 
     async def condition(self, target: Any) -> WorkerCondition:
-        """The calls, and what the target has in hand, where it says so by a method `load`."""
+        """The calls, and what the target has in hand, where it says so by a method `work_load`."""
         now_s = time.monotonic()
         open_calls = [TimedCall(method, now_s - began_s) for method, began_s in self._open.values()]
         open_calls.sort(key=lambda call: -call.seconds)
         last = self._last and TimedCall(self._last[0], now_s - self._last[1])
         load = WorkLoad()
-        if hasattr(target, "load"):
+        if hasattr(target, "work_load"):
             # without it the calls are known all the same
             with suppress(Exception):
-                load = await asyncio.wait_for(target.load(), _LOAD_S)
+                load = await asyncio.wait_for(target.work_load(), _LOAD_S)
         return WorkerCondition(os.getpid(), tuple(open_calls), last, load)

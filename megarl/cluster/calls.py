@@ -114,10 +114,14 @@ class Calls:
         may_lose: calls of workers that were lost meanwhile are among them, see `losses`.
         """
         began_s = time.monotonic()
-        while True:
-            asked = [ref for ref in self._attend(labels, among, may_lose) if ref in labels]
-            if asked or time.monotonic() - began_s >= patience_s:
-                return asked
+        try:
+            while True:
+                asked = [ref for ref in self._attend(labels, among, may_lose) if ref in labels]
+                if asked or time.monotonic() - began_s >= patience_s:
+                    return asked
+        finally:
+            # what hangs from now on is the controller; results live no longer than their other references
+            self._awaited = ()
 
     def _attend(
         self, labels: Mapping[Ref, str], among: Sequence[Worker] | None, may_lose: bool
@@ -214,8 +218,8 @@ class Calls:
             f"{still_s[worker]:.0f} s{others}"
         )
         failure = WorkerFailed(problem, problem, worker.name)
-        self._before_hang(problem)
         if worker not in self._owners:
+            self._before_hang(problem)
             raise failure
         self._lose(worker, failure)
 

@@ -188,10 +188,10 @@ def _worker_evidence(
 
 
 def _store_shares() -> dict[str, float]:
-    """By the id of a node, how full its object store is. Ray leaves out what is used up."""
+    """By the id of a node, how full its object store is. Ray leaves out what is used up, and nodes that it lost."""
     available = available_resources_per_node()
     shares = {}
     for node_id, resources in total_resources_per_node().items():
-        if total := resources.get(_STORE):
-            shares[node_id] = 1 - available.get(node_id, {}).get(_STORE, 0.0) / total
+        if node_id in available and (total := resources.get(_STORE)):
+            shares[node_id] = 1 - available[node_id].get(_STORE, 0.0) / total
     return shares

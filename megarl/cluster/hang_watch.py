@@ -22,7 +22,7 @@ from megarl.printable import Say, describe_error
 
 _POLL_S = 0.5
 _AGAIN_S = 10.0  # what stands still for longer is no moment of a healthy phase
-_BEFORE_END_S = 15.0  # for which the end of a run waits for its page
+_BEFORE_END_S = 15.0  # for which the end of a run waits for a page
 _FOLDER = "hangs"
 # how a line begins
 _HANG = "HANG"
@@ -31,7 +31,9 @@ _ASKED = "asked for by SIGUSR2"
 
 
 class HangWatch:
-    """Made by the cluster of a run, and ended with it. A phase has one page at most, besides those asked for."""
+    """Made by the cluster of a run, and ended with it. A phase has one page at most, besides those asked for
+    and that of a run's end.
+    """
 
     def __init__(
         self,
@@ -51,6 +53,8 @@ class HangWatch:
         self._view = view
         self._redacted = redacted
         self._reported: Phase | None = None
+        # names of pages, also of the run before it was resumed: the disk is not asked while it may hang
+        self._taken: set[str] = set()
         self._looked: tuple[Phase, int] | None = None  # at how many limits of a phase
         # one report at a time, by whichever thread
         self._reporting = threading.Lock()
@@ -59,23 +63,27 @@ class HangWatch:
 
     def start(self) -> None:
         answer_with_stacks()
+        self._taken = {file.name for file in self._folder.glob("*.txt")}
         self._thread.start()
 
     def end(self) -> None:
-        """It may be in the middle of a report, which nobody needs any more."""
+        """It may be in the middle of a report, which asks Ray: wait for its end, and no longer than a report takes."""
         self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join(_BEFORE_END_S)
 
     def before_end(self, problem: str) -> None:
         """Write the page before the run ends because of a process that hangs; returns soon, come what may."""
-        thread = threading.Thread(target=self._report_once, args=(problem, _HANG), daemon=True)
+        thread = threading.Thread(
+            target=self._report, args=(problem, _HANG, self._phases.current), daemon=True
+        )
         thread.start()
         thread.join(_BEFORE_END_S)
 
     def _run(self) -> None:
         while not self._is_over.wait(_POLL_S):
             if take_report_request():
-                with self._reporting:
-                    self._make("SIGUSR2 asked for it", _ASKED, self._phases.current)
+                self._report("SIGUSR2 asked for it", _ASKED, self._phases.current)
             phase = self._phases.overdue()
             if phase is None:
                 continue
@@ -109,6 +117,10 @@ class HangWatch:
             if phase is None or phase != self._reported:
                 self._reported = phase
                 self._make(reason, kind, phase)
+
+    def _report(self, reason: str, kind: str, phase: Phase | None) -> None:
+        with self._reporting:
+            self._make(reason, kind, phase)
 
     def _make(self, reason: str, kind: str, phase: Phase | None) -> None:
         """A page that cannot be made costs a line, and nothing else."""
@@ -144,7 +156,8 @@ class HangWatch:
         name = f"step_{phase.step}_{phase.name}" if phase else "between_phases"
         file = self._folder / f"{name}.txt"
         number = 2
-        while file.exists():
+        while file.name in self._taken:
             file = self._folder / f"{name}-{number}.txt"
             number += 1
+        self._taken.add(file.name)
         return file

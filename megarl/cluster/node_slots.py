@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,9 +198,20 @@ class NodeSlots:
 
     def dead(self) -> list[ReservedNode]:
         """The nodes with slots that Ray has lost, or whose raylet accepts no connection: Ray takes its time."""
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        well = self._reachable(node for node in self.in_use if node.node_id in alive)
+        well = self._reachable(self._alive())
         return [node for node in self.in_use if node not in well]
+
+    def seen_dead(self) -> list[ReservedNode]:
+        """The same for a report of another thread, by which no node is replaced: what it finds is noted nowhere."""
+        in_use = [*self.in_use]
+        alive = self._alive()
+        well = [node for node, answered in zip(alive, _all_answer(alive), strict=True) if answered]
+        return [node for node in in_use if node not in well]
+
+    def _alive(self) -> list[ReservedNode]:
+        """The nodes with slots that Ray has not lost."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return [node for node in self.in_use if node.node_id in alive]
 
     def _reachable(self, nodes: Iterable[ReservedNode]) -> list[ReservedNode]:
         """Those whose raylet accepts a connection, in order."""
@@ -208,10 +219,8 @@ class NodeSlots:
         asked = [
             node for node in nodes if self._silent_s.get(node.node_id, -math.inf) < silent_since_s
         ]
-        with ThreadPoolExecutor(max_workers=_PROBES) as pool:
-            answers = list(pool.map(_answers, asked))
         reached = []
-        for node, answered in zip(asked, answers, strict=True):
+        for node, answered in zip(asked, _all_answer(asked), strict=True):
             if answered:
                 reached.append(node)
             else:
@@ -234,6 +243,11 @@ class NodeSlots:
             remove_placement_group(replaced.own_group)
         self.in_use[place] = spares[0]
         return spares[0]
+
+
+def _all_answer(nodes: Sequence[ReservedNode]) -> list[bool]:
+    with ThreadPoolExecutor(max_workers=_PROBES) as pool:
+        return list(pool.map(_answers, nodes))
 
 
 def _answers(node: ReservedNode) -> bool:

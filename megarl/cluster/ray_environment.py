@@ -23,5 +23,7 @@ if "ray" not in sys.modules:  # a worker has imported Ray already, with the sett
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # An engine spans several GPUs from one process: every process sees all GPUs of its node and picks by slot.
     os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    # A call of Ray's after the end of a session would start another one here.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     # The calls of a process that has died are many, and it is named once.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"

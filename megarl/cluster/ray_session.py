@@ -150,7 +150,7 @@ class Cluster(Calls):
         # of a session that is this command's own, the only node is here
         host = self.host if self._joins else nodes[0].address
         has_failed = self._servers is None or self._servers.has_failed
-        return ClusterView(host, workers, nodes, self._slots.dead, not has_failed)
+        return ClusterView(host, workers, nodes, self._slots.seen_dead, not has_failed)
 
     def _begin(self) -> None:
         # Ray's folder is open to everyone, its parent only to this user.
@@ -323,9 +323,9 @@ class Cluster(Calls):
 
     def close(self) -> None:
         """End the session and remove all of its processes, sockets, shared-memory files and folders."""
-        if self._hang_watch:
-            self._hang_watch.end()
         with processes.interrupts_ignored():
+            if self._hang_watch:
+                self._hang_watch.end()
             ended = self._pids_here()
             ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}
             # Ray's own shutdown would wait for the dead server

@@ -19,6 +19,7 @@ from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.samples.parquet import SampleFile, writing
 from megarl.tracking.run_log import RunLog
+from megarl.tracking.secrets import redacted
 
 
 def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
@@ -30,6 +31,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
     cluster = Cluster(
         recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
     )
+    cluster.watch_phases(log.phases, log.folder, redacted)
     with cluster, writing(out, vocab_size, recipe.rollout.temperature, "--out") as file:
         log.say("starting training ranks and engines")
         with log.start() as record:
@@ -61,9 +63,11 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
     Raises WorkerFailed when a training rank fails.
     """
     roles = resolve(recipe)
-    with Cluster(
+    session = Cluster(
         roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
-    ) as cluster:
+    )
+    session.watch_phases(log.phases, log.folder, redacted)
+    with session as cluster:
         log.say("starting training ranks")
         fleet = training_fleet(cluster, roles)
         log.write_options(fleet.options())

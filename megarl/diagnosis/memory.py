@@ -13,10 +13,11 @@ from megarl.types.memory_use import MemoryUse
 
 _NO_THREAD = "can't start new thread"  # CPython's words
 _OF_TORCH_ON_CPU = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to")
-# in the log of a process that has ended, or in Ray's words about one
+# In the log of a process that has ended, or in Ray's words about one. Not OOM: Ray names the kernel's OOM killer as a
+# possible cause of every death.
 _IN_TEXT = re.compile(
     r"^.*(OutOfMemoryError|DefaultCPUAllocator: can't allocate memory|CUDA out of memory"
-    r"|out of memory \(|^MemoryError|low on memory|out-of-memory|OOM).*$",
+    r"|out of memory \(|^MemoryError|low on memory|out-of-memory).*$",
     re.MULTILINE,
 )
 _EVENTS = Path("/sys/fs/cgroup/memory.events")

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,6 +42,7 @@ _MOST_FRAMES = 40
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _SERVERS = (RAYLET, "gcs_server")
+_USERS_CODE = "megarl.isolation.entry"  # in the command of what users' functions run in
 _SCHEDULER_FILE = "rollout/sglang/scheduler.py"  # on the stack of every scheduler of an engine
 _answers: list[int] = []  # the descriptor, once there is one
 
@@ -50,17 +52,28 @@ def answer_with_stacks() -> None:
     if not _answers:
         _answers.append(os.memfd_create(_FILE_NAME))
         faulthandler.register(_SIGNAL, file=_answers[0], all_threads=True)
+        os.register_at_fork(after_in_child=_answer_apart)
+
+
+def _answer_apart() -> None:
+    """In a fork: it would write into the memory of the process that it comes from."""
+    of_parent = _answers.pop()
+    with suppress(OSError):
+        _answers.append(os.memfd_create(_FILE_NAME))
+        faulthandler.register(_SIGNAL, file=_answers[0], all_threads=True)
+    os.close(of_parent)
 
 
 @dataclass(frozen=True)
 class _Process:
-    """A process that is looked at. cpu_s: until now."""
+    """A process that is looked at. runs_users_code: or belongs to one that does. cpu_s: until now."""
 
     process: psutil.Process
     title: str
     worker: str
     is_own: bool
     cpu_s: float
+    runs_users_code: bool = False
 
 
 def processes_of(workers: Mapping[int, str]) -> list[ProcessEvidence]:
@@ -70,14 +83,18 @@ def processes_of(workers: Mapping[int, str]) -> list[ProcessEvidence]:
     """
     began_s = time.monotonic()
     found = [*_raylets([*workers])]
-    found += [process for pid, name in workers.items() for process in _tree(pid, name, workers)]
+    children = _children()
+    for pid, name in workers.items():
+        found += _tree(pid, name, workers, children)
     pool = ThreadPoolExecutor(_AT_ONCE)
-    dumps = [pool.submit(_stacks, each) for each in found]
+    # ranks, engines, their schedulers, and then what users' functions run in, of which there may be hundreds
+    in_turn = sorted(found, key=lambda each: (not each.is_own, each.runs_users_code))
+    dumps = {each: pool.submit(_stacks, each) for each in in_turn}
     results: list[tuple[Sequence[ThreadStack], str]] = []
-    for dump in dumps:
+    for each in found:
         left_s = began_s + _ALL_S - time.monotonic()
         try:
-            results.append(dump.result(max(0.0, left_s)))
+            results.append(dumps[each].result(max(0.0, left_s)))
         except TimeoutError:
             results.append(((), "there was no time left to read its stacks"))
     pool.shutdown(wait=False, cancel_futures=True)
@@ -127,17 +144,30 @@ def _stacks(process: _Process) -> tuple[Sequence[ThreadStack], str]:
     return stacks_of(process.process.pid)
 
 
-def _tree(pid: int, worker: str, others: Collection[int]) -> Iterator[_Process]:
+def _children() -> Mapping[int, Sequence[int]]:
+    """The processes of this node by their parents: psutil itself would read all of /proc for each of them."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for pid in psutil.pids():
+        with suppress(psutil.Error):
+            children[psutil.Process(pid).ppid()].append(pid)
+    return children
+
+
+def _tree(
+    pid: int, worker: str, others: Collection[int], children: Mapping[int, Sequence[int]]
+) -> Iterator[_Process]:
     """A worker and what it has started, without other workers and the servers of Ray."""
-    waiting = [pid]
+    waiting = [(pid, False)]
     while waiting:
-        number = waiting.pop(0)
+        number, runs_users_code = waiting.pop(0)
         with suppress(psutil.Error):
             process = psutil.Process(number)
             if number != pid and (number in others or process.name() in _SERVERS):
                 continue
-            waiting += [child.pid for child in process.children()]
-            yield _Process(process, _title(process), worker, number == pid, _cpu_s(process))
+            runs_users_code = runs_users_code or _USERS_CODE in process.cmdline()
+            waiting += [(child, runs_users_code) for child in children.get(number, ())]
+            cpu_s = _cpu_s(process)
+            yield _Process(process, _title(process), worker, number == pid, cpu_s, runs_users_code)
 
 
 def _title(process: psutil.Process) -> str:

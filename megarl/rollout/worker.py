@@ -263,7 +263,7 @@ class RolloutWorker:
             return 0.0
         return self._engine.exchange_still_s
 
-    async def load(self) -> WorkLoad:
+    async def work_load(self) -> WorkLoad:
         """The requests that the engine has, and the jobs of users' functions."""
         jobs = await self._reward_workers.running()
         if self._runtime:

@@ -64,7 +64,7 @@ class Scorer:
         await self._tools.open("episode", {"question": "where?"}, 0)
         return await self._tools.call("episode", [("look_up", {"word": "Atlantis"})])
 
-    async def load(self) -> WorkLoad:
+    async def work_load(self) -> WorkLoad:
         return WorkLoad(jobs=(*await self._rewards.running(), *await self._tools.running()))
 
     async def shutdown(self) -> None:

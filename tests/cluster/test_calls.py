@@ -195,6 +195,15 @@ def test_a_worker_is_lost_whose_slot_is_on_another_node(monkeypatch: pytest.Monk
     assert session.told == ["watch 0"]
 
 
+def test_nothing_is_waited_for_once_a_wait_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(monkeypatch)
+    seen: list[Any] = []
+    monkeypatch.setattr(session, "_ended", lambda refs, _: seen.append(session._awaited) or refs)
+    labels: Any = {"returned": "engine 0"}
+    assert session.await_any(labels) == ["returned"]
+    assert seen == [(labels, {})] and session._awaited == ()
+
+
 def test_calls_settle_where_the_last_one_to_be_waited_for_stands_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -206,6 +215,7 @@ def test_calls_settle_where_the_last_one_to_be_waited_for_stands_still(
     looks = iter(range(3))
     monkeypatch.setattr(session, "_judge_silence", lambda _: next(looks))
     monkeypatch.setattr(session._stillness, "is_overdue", lambda _, still_s: still_s == [30.0])
+    monkeypatch.setattr(session, "_before_hang", pytest.fail)
     assert session.settled("call")
     assert session.told == ["watch"]
 

@@ -232,6 +232,9 @@ def test_a_node_that_does_not_answer_is_not_asked_again_at_once(
 
     monkeypatch.setattr(node_slots.ray, "nodes", lambda: alive)
     monkeypatch.setattr(node_slots, "_answers", answers)
+    assert slots.seen_dead() == [reserved(SECOND)]
+    assert slots._silent_s == {}, "a report is no cause of a replacement"
+    asked.clear()
     assert [slots.dead(), slots.dead()] == [[reserved(SECOND)]] * 2
     assert asked.count(SECOND) == 1
     monkeypatch.setattr(node_slots, "_SILENT_S", 0.0)

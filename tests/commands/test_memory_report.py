@@ -16,6 +16,17 @@ TRAIN, ROLLOUT = Phase(3, "train", 0.0), Phase(3, "rollout", 0.0)
 USE = MemoryUse(
     "CUDA out of memory. Tried to allocate 2 GiB", {"allocated": 64 * 10**9, "free": 5 * 10**8}
 )
+# by Ray 2.60 after SIGSEGV, and the same after SIGKILL
+RAYS_WORDS = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: _Shell\n\tpid: 7900\n\tip: 192.0.2.2\n"
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker "
+    "unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was "
+    "killed by the OOM killer due to high memory usage, (2) ray stop --force was called, or (3) the worker crashed "
+    "unexpectedly due to SIGSEGV or another unexpected error. If the process was killed by the kernel OOM killer "
+    "(verifiable by checking for OOM in dmesg of the OOMing node), consider enabling resource isolation via "
+    "--enable-resource-isolation to prevent node deaths by resource contention and significant loss of progress by "
+    "uninformed kernel OOM killing."
+)
 ENGINE_LOG = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.5 GiB"
 
 
@@ -58,6 +69,16 @@ def test_a_death_is_one_of_memory_where_the_kernel_has_killed(tmp_path: Path):
     assert told.startswith(
         "training rank 0 ran out of memory: the kernel has killed it, or another process"
     )
+
+
+def test_rays_words_about_every_dead_process_are_none_of_memory(tmp_path: Path):
+    """They name the OOM killer also for SIGSEGV and `kill -9`; a path may have BLOOM in it."""
+    for evidence in (
+        RAYS_WORDS,
+        "Fatal Python error: Segmentation fault in /models/BLOOM-7b/run.py",
+    ):
+        failed = WorkerFailed("training rank 0: its process died", evidence, "training rank 0")
+        assert explained(recipes.small(tmp_path), failed, TRAIN, kernel_kills=0) is failed
 
 
 def test_another_failure_stays_as_it_is(tmp_path: Path):

@@ -84,6 +84,62 @@ def test_a_process_writes_its_stacks_where_py_spy_may_not_read(
     assert sleeper.poll() is None
 
 
+def test_what_users_functions_run_in_comes_last(monkeypatch: pytest.MonkeyPatch):
+    """Its own process and others of an engine come before, however many there are."""
+    code = "import subprocess, sys; [subprocess.Popen(c) for c in CHILDREN]; print('ready', flush=True); input()"
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    children = [[*sleep, "megarl.isolation.entry", "reward_process"]] * 2 + [sleep]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code.replace("CHILDREN", repr(children))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        read: list[int] = []
+        monkeypatch.setattr(stacks, "_AT_ONCE", 1)
+        monkeypatch.setattr(stacks, "stacks_of", lambda pid: (read.append(pid) or (), ""))
+        found = look({process.pid: "engine 0"})
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    users = [each.pid for each in found if each.title == "entry"]
+    (other,) = (each.pid for each in found if not each.is_own and each.pid not in users)
+    assert len(users) == 2 and read == [process.pid, other, *users]
+
+
+def test_a_fork_writes_its_stacks_into_memory_of_its_own():
+    code = """
+import os, time
+from megarl.diagnosis.stacks import answer_with_stacks
+answer_with_stacks()
+child = os.fork()
+def nap_of_the_parent():
+    print(child, flush=True)
+    time.sleep(600)
+def nap_of_the_fork():
+    print("ready", flush=True)
+    time.sleep(600)
+nap_of_the_parent() if child else nap_of_the_fork()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert process.stdout
+        told = {process.stdout.readline().strip() for _ in range(2)}
+        (child,) = map(int, told - {"ready"})
+        for _ in range(2):
+            assert functions([*stacks._answered(child)]) >= {"nap_of_the_fork"}
+            own = functions([*stacks._answered(process.pid)])
+            assert "nap_of_the_parent" in own and "nap_of_the_fork" not in own
+        memories = [stacks._memory_of(pid) for pid in (process.pid, child)]
+        assert len({memory.stat().st_ino for memory in memories if memory}) == 2
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def test_a_process_that_has_ended_is_no_evidence():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,7 +67,13 @@ def test_a_file_of_samples_trains_alike_in_every_layout(
         # the critic's ranks hear of it
         keys += ("algorithm.name=ppo", "algorithm.kl_coefficient=0.1")
         training = launch(*keys, "--from-samples=two.parquet")
+        while not (training.folder / "runs" / name / "recipe.yaml").exists():
+            assert training.process.poll() is None
+            time.sleep(0.1)
+        training.process.send_signal(signal.SIGUSR2)
         training.ends_well(200)
+        (page,) = (training.folder / "runs" / name / "hangs").iterdir()
+        assert "because SIGUSR2 asked for it" in page.read_text()
         saved = (training.folder / "runs" / name / "recipe.yaml").read_text()
         assert "#     moe_router_dtype: fp32\n" in saved, "what the ranks ran with"
     sampled, (first, *others) = (
