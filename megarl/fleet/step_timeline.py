@@ -120,6 +120,12 @@ class StepTimeline:
         workers = self._cluster.workers
         of_workers = _ask(workers, "end")
         missing = [worker.name for worker in workers if worker not in of_workers]
+        for worker, recording in of_workers.items():
+            missing += [
+                f"{worker.name}: {name} ({child.problem})"
+                for name, child in (recording.children or {}).items()
+                if child.problem
+            ]
         return _Recorded(own, of_workers, missing)
 
     def _write(

@@ -95,6 +95,7 @@ def _shown(process: ProcessTrace) -> Iterator[_ShownProcess]:
         "host": recording.identity.host,
         "pid": recording.identity.pid,
         "dropped_spans": recording.num_dropped,
+        "problem": recording.problem,
     }
     of_process = _ShownProcess(
         name=process.name,

@@ -83,6 +83,8 @@ class Recording:
     num_dropped: int = 0
     # of its child processes, by names
     children: Mapping[str, Recording] | None = None
+    # why nothing was recorded
+    problem: str = ""
 
 
 class _Recorder:
@@ -110,7 +112,7 @@ class Children:
         raise NotImplementedError
 
     def end(self) -> Mapping[str, Recording]:
-        """The recordings, by the names of the processes."""
+        """The recordings, by the names of the processes; of a process without one, why."""
         raise NotImplementedError
 
 

@@ -32,6 +32,8 @@ from megarl.types import Row
 from megarl.types.json_objects import JsonObject
 
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
+# in which schedulers begin or end to record; less than the controller waits for this process's answer
+_ORDER_S = 20.0
 # SGLang's tags of the memory that training uses in between; CUDA graphs stay
 _RELEASED = ("kv_cache", "weights")
 
@@ -265,10 +267,17 @@ class Engine(SamplingEngine):
 
     def _order(self, order: Order) -> str | None:
         """Have all schedulers begin to record, or end; returns why one could not."""
+        answer = self._host.run(self._sglang_order(order))
         try:
-            return asyncio.run(self._host.run(self._sglang_call(METHOD, {"order": order})))
+            return asyncio.run(asyncio.wait_for(answer, _ORDER_S))
+        except TimeoutError:
+            return f"no answer within {_ORDER_S:g} s"
         except EngineError as error:
-            return str(error)
+            return str(error).splitlines()[-1]
+
+    async def _sglang_order(self, order: Order) -> str | None:
+        # goes on where it is no longer waited for: a late answer would be taken for that of the next call
+        return await asyncio.shield(self._sglang_call(METHOD, {"order": order}))
 
     async def _sglang_call(self, method: str, parameters: JsonObject) -> str | None:
         """Have all schedulers call one of our own methods; returns an error's text or None."""
