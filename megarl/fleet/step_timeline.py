@@ -73,8 +73,12 @@ class StepTimeline:
             return
         before = self._begin()
         self._begin_profiles(step)
-        with recorder.span(f"step {step}"):
-            yield
+        try:
+            with recorder.span(f"step {step}"):
+                yield
+        except BaseException:
+            self._forget_profiles()
+            raise
         recorded = self._end()
         clocks = {worker: of.identity.clock for worker, of in recorded.of_workers.items()}
         after = _offsets(recorded.own.identity.clock, clocks)
@@ -106,6 +110,15 @@ class StepTimeline:
                 self._say(f"{name} has not written its profile: {first_line(file)}")
             elif file:
                 self._say(f"the profile of {name} is in {file}")
+            else:
+                self._say(
+                    f"{name} has no profile: it was started within the step, or did not train in it"
+                )
+
+    def _forget_profiles(self) -> None:
+        """Have the ranks free their profiles, which may take GBs; a rank that is lost or hangs is not waited for."""
+        for _, worker in self._profiled():
+            worker.compute(f"{_PROFILER}:forget")
 
     def _profiled(self) -> list[tuple[int, Worker]]:
         """The ranks to profile."""
