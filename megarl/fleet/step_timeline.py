@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,12 +158,12 @@ class StepTimeline:
                 processes.append(ProcessTrace(worker.name, recording, alignment))
             else:
                 missing.append(worker.name)
-        content = trace(processes, {"step": step, "missing": missing})
         file = self._folder / f"step_{step}.json.gz"
         try:
             with writing(self._folder.parent, f"{FOLDER}/{file.name}"):
                 self._folder.mkdir(exist_ok=True)
-                file.write_bytes(gzip.compress(json.dumps(content).encode(), compresslevel=1))
+                with gzip.open(file, "wt", compresslevel=1) as writer:
+                    writer.writelines(trace(processes, {"step": step, "missing": missing}))
         except UserError as error:
             # no reason to end the run
             self._say(str(error))
