@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +163,19 @@ class StepTimeline:
         try:
             with writing(self._folder.parent, f"{FOLDER}/{file.name}"):
                 self._folder.mkdir(exist_ok=True)
-                with gzip.open(file, "wt", compresslevel=1) as writer:
-                    writer.writelines(trace(processes, {"step": step, "missing": missing}))
+                content = trace(processes, {"step": step, "missing": missing})
+                self._cluster.run_beside(partial(write, content, file))
         except UserError as error:
             # no reason to end the run
             self._say(str(error))
             return
         self._say(_told(file, alignments, missing))
+
+
+def write(content: Iterable[str], file: Path) -> None:
+    """Write a timeline, compressed. Raises OSError."""
+    with gzip.open(file, "wt", compresslevel=1) as writer:
+        writer.writelines(content)
 
 
 def _told(file: Path, alignments: Mapping[str, Alignment], missing: Sequence[str]) -> str:

@@ -356,6 +356,20 @@ def test_a_timeline_has_what_all_processes_did_in_the_chosen_steps(
     assert cluster.gather(answer) == [False, False] and not recorder.is_recording()
 
 
+def test_heartbeats_go_on_beside_work_of_the_controller(cluster: Cluster, workers: list[Worker]):
+    done: list[float] = []
+    cluster._pulses._looked_at = 0.0  # they are due
+
+    def work() -> None:
+        time.sleep(2.5)
+        done.append(cluster._pulses._looked_at)
+
+    cluster.run_beside(work)
+    assert done[0] > 0.0
+    with pytest.raises(KeyError):
+        cluster.run_beside(lambda: {}["a"])
+
+
 def test_a_profile_ends_with_its_step_and_is_missed_where_there_is_none(
     cluster: Cluster, workers: list[Worker], tmp_path: Path
 ):
