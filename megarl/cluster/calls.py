@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -357,6 +359,17 @@ class Calls:
     def _send_heartbeats(self, workers: Sequence[Worker]) -> None:
         self._pulses.look(workers)
         self._quick_pulses.look([worker for worker in workers if worker in self._owners])
+
+    def run_beside(self, work: Callable[[], None]) -> None:
+        """Do work of this process in a thread, and send the heartbeats meanwhile. Raises what the work raises.
+
+        The next wait for calls judges the workers.
+        """
+        with ThreadPoolExecutor(1, "work") as pool:
+            done = pool.submit(work)
+            while not futures.wait([done], _LOOK_S).done:
+                self._send_heartbeats(self._workers)
+        done.result()
 
     def _look(self) -> None:
         """Judge the workers while a result is fetched, as while calls are waited for."""

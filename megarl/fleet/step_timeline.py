@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,12 @@ class StepTimeline:
             return
         before = self._begin()
         self._begin_profiles(step)
-        with recorder.span(f"step {step}"):
-            yield
+        try:
+            with recorder.span(f"step {step}"):
+                yield
+        except BaseException:
+            self._forget_profiles()
+            raise
         recorded = self._end()
         clocks = {worker: of.identity.clock for worker, of in recorded.of_workers.items()}
         after = _offsets(recorded.own.identity.clock, clocks)
@@ -106,6 +110,15 @@ class StepTimeline:
                 self._say(f"{name} has not written its profile: {first_line(file)}")
             elif file:
                 self._say(f"the profile of {name} is in {file}")
+            else:
+                self._say(
+                    f"{name} has no profile: it was started within the step, or did not train in it"
+                )
+
+    def _forget_profiles(self) -> None:
+        """Have the ranks free their profiles, which may take GBs; a rank that is lost or hangs is not waited for."""
+        for _, worker in self._profiled():
+            worker.compute(f"{_PROFILER}:forget")
 
     def _profiled(self) -> list[tuple[int, Worker]]:
         """The ranks to profile."""
@@ -120,6 +133,12 @@ class StepTimeline:
         workers = self._cluster.workers
         of_workers = _ask(workers, "end")
         missing = [worker.name for worker in workers if worker not in of_workers]
+        for worker, recording in of_workers.items():
+            missing += [
+                f"{worker.name}: {name} ({child.problem})"
+                for name, child in (recording.children or {}).items()
+                if child.problem
+            ]
         return _StepRecordings(own, of_workers, missing)
 
     def _write(
@@ -140,17 +159,23 @@ class StepTimeline:
                 processes.append(ProcessTrace(worker.name, recording, alignment))
             else:
                 missing.append(worker.name)
-        content = trace(processes, {"step": step, "missing": missing})
         file = self._folder / f"step_{step}.json.gz"
         try:
             with writing(self._folder.parent, f"{FOLDER}/{file.name}"):
                 self._folder.mkdir(exist_ok=True)
-                file.write_bytes(gzip.compress(json.dumps(content).encode(), compresslevel=1))
+                content = trace(processes, {"step": step, "missing": missing})
+                self._cluster.run_beside(partial(write, content, file))
         except UserError as error:
             # no reason to end the run
             self._say(str(error))
             return
         self._say(_told(file, alignments, missing))
+
+
+def write(content: Iterable[str], file: Path) -> None:
+    """Write a timeline, compressed. Raises OSError."""
+    with gzip.open(file, "wt", compresslevel=1) as writer:
+        writer.writelines(content)
 
 
 def _told(file: Path, alignments: Mapping[str, Alignment], missing: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ to those that it has caused. Times in the file are microseconds after the first 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -32,24 +33,22 @@ class ProcessTrace:
     alignment: Alignment
 
 
-def trace(processes: Sequence[ProcessTrace], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of the file. processes: in the order of their rows; facts: of the whole, for a reader of the file."""
+def trace(processes: Sequence[ProcessTrace], facts: Mapping[str, Any]) -> Iterator[str]:
+    """The content of the file, JSON, in pieces: a step of many schedulers has millions of events.
+
+    processes: in the order of their rows; facts: of the whole, for a reader of the file.
+    """
     parts = [part for process in processes for part in _shown(process)]
     starts = [span.begin_ns for part in parts for span in part.spans]
     origin_ns = min(starts, default=0)
-    flows = count(1)
-    events = [
-        event
-        for number, part in enumerate(parts, start=1)
-        for event in _events(part, number, origin_ns)
-    ]
-    events += _arrows(parts, origin_ns, flows)
+    yield '{"traceEvents": ['
+    separator = ""
+    for event in _all_events(parts, origin_ns):
+        yield separator + json.dumps(event)
+        separator = ",\n"
     errors = {part.name: part.error_ns / 1000 for part in parts}
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {**facts, "clock_error_us": errors},
-    }
+    rest = {"displayTimeUnit": "ms", "otherData": {**facts, "clock_error_us": errors}}
+    yield "], " + json.dumps(rest).removeprefix("{")
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,7 @@ def _shown(process: ProcessTrace) -> Iterator[_ShownProcess]:
         "host": recording.identity.host,
         "pid": recording.identity.pid,
         "dropped_spans": recording.num_dropped,
+        "problem": recording.problem,
     }
     of_process = _ShownProcess(
         name=process.name,
@@ -168,6 +168,12 @@ def shared_out(spans: Sequence[Span]) -> list[list[Span]]:
         lanes[lane].append(span)
         heappush(busy, (span.end_ns, lane))
     return lanes
+
+
+def _all_events(parts: Sequence[_ShownProcess], origin_ns: int) -> Iterator[Event]:
+    for number, part in enumerate(parts, start=1):
+        yield from _events(part, number, origin_ns)
+    yield from _arrows(parts, origin_ns, count(1))
 
 
 def _events(part: _ShownProcess, number: int, origin_ns: int) -> Iterator[Event]:

@@ -83,6 +83,8 @@ class Recording:
     num_dropped: int = 0
     # of its child processes, by names
     children: Mapping[str, Recording] | None = None
+    # why nothing was recorded
+    problem: str = ""
 
 
 class _Recorder:
@@ -110,7 +112,7 @@ class Children:
         raise NotImplementedError
 
     def end(self) -> Mapping[str, Recording]:
-        """The recordings, by the names of the processes."""
+        """The recordings, by the names of the processes; of a process without one, why."""
         raise NotImplementedError
 
 
@@ -162,9 +164,10 @@ def is_recording() -> bool:
 
 def span(name: str, **facts: Fact) -> AbstractContextManager[None]:
     """A span of the running thread while the block runs; blocks may contain others."""
-    if _recorder is None:
+    recorder = _recorder  # another thread may end the recording meanwhile
+    if recorder is None:
         return _NOTHING
-    return _ThreadSpan(_recorder, name, facts)
+    return _ThreadSpan(recorder, name, facts)
 
 
 def spanned(name: str) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
@@ -186,9 +189,10 @@ def concurrent(track: str, name: str, **facts: Fact) -> AbstractContextManager[N
 
     It is the cause of the concurrent spans that begin inside the block, in other threads too where a loop runs them.
     """
-    if _recorder is None:
+    recorder = _recorder
+    if recorder is None:
         return _NOTHING
-    return _ConcurrentSpan(_recorder, track, name, facts)
+    return _ConcurrentSpan(recorder, track, name, facts)
 
 
 def concurrent_call(
@@ -218,15 +222,17 @@ def add(
 
 def mark(track: str, name: str) -> None:
     """Add a moment of a track."""
-    if _recorder is not None:
+    recorder = _recorder
+    if recorder is not None:
         now_ns = time.monotonic_ns()
-        _recorder.add(Span(name, track, now_ns, now_ns, {}, is_concurrent=True))
+        recorder.add(Span(name, track, now_ns, now_ns, {}, is_concurrent=True))
 
 
 def level(name: str, value: float) -> None:
     """Set a counter, as the number of running requests."""
-    if _recorder is not None:
-        _recorder.levels.append(Level(name, time.monotonic_ns(), value))
+    recorder = _recorder
+    if recorder is not None:
+        recorder.levels.append(Level(name, time.monotonic_ns(), value))
 
 
 def cause() -> int:

@@ -40,6 +40,13 @@ def profiled() -> Iterator[None]:
         yield
 
 
+def forget() -> None:
+    """Drop the profile that was asked for, as that of a step that has failed."""
+    global _file, _profile
+    _file = None
+    _profile = None
+
+
 def end() -> str | None:
     """Write the profile that was asked for; its file, or None where no block was profiled."""
     global _file, _profile

@@ -1,4 +1,4 @@
-"""What recording a timeline costs: the time of a span, and of the check where nothing is recorded; shares of a step.
+"""What a timeline costs: the time of a span, of the check where nothing is recorded, of the write; shares of a step.
 
 Given timelines of runs (`runs/NAME/timeline/step_N.json.gz`), it counts the spans that each process recorded in its
 step, and tells which share of the step their recording takes in the busiest process: scripts/bench/timeline.py FILES
@@ -10,6 +10,7 @@ import argparse
 import gzip
 import json
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,10 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from megarl.fleet.step_timeline import write
 from megarl.timeline import recorder
+from megarl.timeline.chrome_trace import CONTROLLER, ProcessTrace, trace
+from megarl.timeline.clocks import SAME_CLOCK
 
 _REPEATS = 5
 _CALLS = 20_000
+_WRITTEN = 200_000
 
 
 def thread_span() -> None:
@@ -53,6 +58,22 @@ def seconds_of(function: Callable[[], None]) -> float:
             function()
         best = min(best, (time.perf_counter() - began) / _CALLS)
     return best
+
+
+def seconds_of_write(num_spans: int) -> tuple[float, int]:
+    """(seconds, bytes) of the file of one process's spans, half of which have the others as causes."""
+    recorder.begin(num_spans)
+    for _ in range(num_spans // 2):
+        with recorder.concurrent("groups", "prompt 7"):
+            recorder.add("rewards", "score", time.monotonic(), cause=recorder.cause(), sample=1)
+    recording = recorder.end()
+    assert recording is not None
+    process = ProcessTrace(CONTROLLER, recording, SAME_CLOCK)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "step_1.json.gz"
+        began = time.perf_counter()
+        write(trace([process], {}), file)
+        return time.perf_counter() - began, file.stat().st_size
 
 
 def spans_in(file: Path) -> tuple[dict[str, int], float]:
@@ -88,6 +109,8 @@ def main() -> None:
         recorder.end()
         dearest_s = max(dearest_s, on_s)
         print(f"| {kind.__name__} | {1e6 * off_s:.2f} | {1e6 * on_s:.2f} |")
+    write_s, num_bytes = seconds_of_write(_WRITTEN)
+    print(f"the write of {_WRITTEN} spans takes {write_s:.2f} s, {num_bytes / 1e6:.1f} MB")
     for file in files:
         counts, step_s = spans_in(file)
         name, most = max(counts.items(), key=lambda item: item[1])

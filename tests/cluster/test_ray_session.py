@@ -28,6 +28,7 @@ from megarl.config import PlacementConfig
 from megarl.config.timeline import TimelineConfig
 from megarl.fleet.step_timeline import StepTimeline, clock_of
 from megarl.timeline import recorder
+from megarl.training import profiling
 from megarl.types import FaultMember, ProcessLost, SilentFault, UserError
 from megarl.types.remote import RemoteCall
 from tests.leftovers import left_since, shared_files
@@ -71,6 +72,13 @@ class Target:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+
+    def train(self) -> None:
+        with profiling.profiled():
+            pass
+
+    def has_profile(self) -> bool:
+        return profiling._profile is not None
 
     def add(self, number: int) -> int:
         return self.rank + number
@@ -346,6 +354,41 @@ def test_a_timeline_has_what_all_processes_did_in_the_chosen_steps(
     assert {name for _, name in spans_of(tmp_path / "timeline" / "step_3.json.gz")[1:]} == {"size"}
     answer = {worker.compute("megarl.timeline.recorder:is_recording"): "" for worker in workers}
     assert cluster.gather(answer) == [False, False] and not recorder.is_recording()
+
+
+def test_heartbeats_go_on_beside_work_of_the_controller(cluster: Cluster, workers: list[Worker]):
+    done: list[float] = []
+    cluster._pulses._looked_at = 0.0  # they are due
+
+    def work() -> None:
+        time.sleep(2.5)
+        done.append(cluster._pulses._looked_at)
+
+    cluster.run_beside(work)
+    assert done[0] > 0.0
+    with pytest.raises(KeyError):
+        cluster.run_beside(lambda: {}["a"])
+
+
+def test_a_profile_ends_with_its_step_and_is_missed_where_there_is_none(
+    cluster: Cluster, workers: list[Worker], tmp_path: Path
+):
+    said: list[str] = []
+    config = TimelineConfig(steps=(1, 2), profile_ranks=(0, 1))
+    timeline = StepTimeline(cluster, config, tmp_path, said.append, lambda: workers)
+    with pytest.raises(KeyError), timeline.of(1):
+        ask(cluster, workers, "train")
+        assert ask(cluster, workers, "has_profile") == [True, True]
+        raise KeyError
+    assert ask(cluster, workers, "has_profile") == [False, False]
+    with timeline.of(2):
+        ask(cluster, workers[:1], "train")
+    file = tmp_path / "timeline" / "step_2.rank_0.json.gz"
+    assert said[1:] == [
+        f"the profile of rank 0 is in {file}",
+        "rank 1 has no profile: it was started within the step, or did not train in it",
+    ]
+    assert file.exists()
 
 
 def test_the_clock_of_another_process_is_read_to_within_the_stated_error(

@@ -78,7 +78,7 @@ def test_rays_words_about_every_dead_process_are_none_of_memory(tmp_path: Path):
         "Fatal Python error: Segmentation fault in /models/BLOOM-7b/run.py",
     ):
         failed = WorkerFailed("training rank 0: its process died", evidence, "training rank 0")
-        assert explained(recipes.small(tmp_path), failed, TRAIN, kernel_kills=0) is failed
+        assert with_memory_report(recipes.small(tmp_path), failed, TRAIN, kernel_kills=0) is failed
 
 
 def test_another_failure_stays_as_it_is(tmp_path: Path):

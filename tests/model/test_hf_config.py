@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Glm4MoeLiteConfig
 
 from megarl.model.hf_config import end_token_ids, hf_facts, model_shape
 from megarl.model.shape import ModelShape
@@ -144,6 +145,24 @@ def test_values_that_no_model_has(
         hf_facts(tmp_path)
     assert problem in caught.value.problem
     assert caught.value.where == str(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"first_k_dense_replace": 2}, {"mlp_layer_types": ["dense", "dense", "sparse"]}]
+)
+def test_the_dense_layers_of_glm_lite_are_those_of_transformers(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    config = DEEPSEEK | {"architectures": ["Glm4MoeLiteForCausalLM"], "num_hidden_layers": 3}
+    del config["first_k_dense_replace"], config["rope_scaling"]
+    num_dense = model_shape(write(tmp_path, config | change)).num_dense_layers
+    if (
+        "first_k_dense_replace" in change
+    ):  # a key of older files, which transformers 5 does not read
+        assert num_dense == 2
+    else:
+        kinds = Glm4MoeLiteConfig(num_hidden_layers=3, **change).mlp_layer_types
+        assert num_dense == (kinds or []).count("dense")
 
 
 def test_a_config_that_is_nested_too_deep(tmp_path: Path) -> None:

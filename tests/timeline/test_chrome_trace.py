@@ -72,7 +72,7 @@ def a_step() -> dict[str, Any]:
         ProcessTrace(CONTROLLER, own, SAME_CLOCK),
         ProcessTrace("engine 0", engine, FROM_B),
     ]
-    return trace(processes, {"step": 3, "missing": []})
+    return json.loads("".join(trace(processes, {"step": 3, "missing": []})))
 
 
 def write(content: dict[str, Any], folder: Path) -> Path:
@@ -173,7 +173,8 @@ def test_nothing_is_lost_of_many_spans_of_threads_and_coroutines(tmp_path: Path)
         end = begin + chosen.randrange(1, 20_000)
         spans.append(concurrent("groups", f"groups {begin} {end}", begin, end, number))
     chosen.shuffle(spans)
-    content = trace([ProcessTrace(CONTROLLER, Recording(HERE, spans, []), SAME_CLOCK)], {})
+    processes = [ProcessTrace(CONTROLLER, Recording(HERE, spans, []), SAME_CLOCK)]
+    content = json.loads("".join(trace(processes, {})))
     found, problems = ask(write(content, tmp_path), [SPANS, PROBLEMS])
     assert problems == []
     read = [(f"{span['name']}", span["ts"], span["dur"]) for span in found]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -80,6 +84,49 @@ def test_threads_record_at_the_same_time_and_lose_nothing() -> None:
         by_track.setdefault(span.track, []).append(span)
     assert [len(spans) for spans in by_track.values()] == [500] * 4, "threads of one name are apart"
     assert recording.num_dropped == 0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda: run_in(recorder.span("a")),
+        lambda: run_in(recorder.concurrent("requests", "a")),
+        lambda: recorder.add("rewards", "a", 1.0),
+        lambda: recorder.mark("first tokens", "a"),
+        lambda: recorder.level("running", 1),
+    ],
+)
+def test_a_recording_may_end_at_any_line_of_another_thread(record: Callable[[], object]) -> None:
+    """It is ended one line later in each call."""
+    for num_lines in range(12):
+        recorder.begin()
+        trace_before = sys.gettrace()
+        sys.settrace(ending_after(num_lines))
+        try:
+            record()
+        finally:
+            sys.settrace(trace_before)
+
+
+def run_in(block: AbstractContextManager[None]) -> None:
+    with block:
+        pass
+
+
+def ending_after(num_lines: int) -> Callable[..., Any]:
+    """A trace function that ends the recording before a line of the recorder, the first ones left out."""
+    left = iter([False] * num_lines + [True])
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if frame.f_globals is not vars(recorder):
+            return None
+        if event == "line" and next(left, False):
+            # from here on nothing is traced
+            sys.settrace(None)
+            recorder.end()
+        return trace
+
+    return trace
 
 
 def test_coroutines_know_what_they_come_from_in_the_loop_of_another_thread_too() -> None:

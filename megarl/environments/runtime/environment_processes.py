@@ -216,11 +216,12 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
         )
         (self._waiting if worker is None else worker.waiting).append(job)
         self._feed()
-        result = await job.result
-        if job.began:
-            name = message[2] if message[0] == "call" else message[0]
-            recorder.add(recorder.TOOLS, name, job.began, cause=recorder.cause())
-        return result
+        try:
+            return await job.result
+        finally:
+            if job.began:
+                name = message[2] if message[0] == "call" else message[0]
+                recorder.add(recorder.TOOLS, name, job.began, cause=recorder.cause())
 
     def _described(self, job: EnvironmentJob, seconds: float, pid: int) -> RunningJob:
         """A message is its number, the operation, the instance and the rest, of a call the tool and the arguments."""

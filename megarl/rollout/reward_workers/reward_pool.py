@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ class Pool(WorkerPool[RewardProcess]):
         super().__init__(spec.where, spec.function, num_workers, spec.start_s)
         self._spec = spec
         self.slowest_s = 0.0  # of all verdicts so far
-        self._worked_s = 0.0  # by all workers
-        self._worked_told_s = 0.0
+        self._worked_s = 0.0  # by all workers, since it was told
+        self._worked_lock = threading.Lock()
 
     async def reward_results(
         self, answer: str, row: Columns, responses: Sequence[str], episodes: Episodes = ()
@@ -63,10 +64,25 @@ class Pool(WorkerPool[RewardProcess]):
 
     def take_worked_s(self) -> float:
         """For how long its workers have worked since the last call, added up. May be called in any thread."""
-        worked_s = self._worked_s
-        since_s = worked_s - self._worked_told_s
-        self._worked_told_s = worked_s
-        return since_s
+        with self._worked_lock:
+            for worker in list(self._workers):
+                self._count(worker)
+            worked_s = self._worked_s
+            self._worked_s = 0.0
+        return worked_s
+
+    def _count(self, worker: RewardProcess) -> None:
+        """Add the time that a worker has worked and that is not yet counted. The caller has the lock."""
+        if worker.works_since_s:
+            now_s = self._loop.time()
+            self._worked_s += now_s - worker.works_since_s
+            worker.works_since_s = now_s
+
+    def _stop_work(self, worker: RewardProcess) -> None:
+        """The worker has nothing in flight any more."""
+        with self._worked_lock:
+            self._count(worker)
+            worker.works_since_s = 0.0
 
     def _described(self, job: Request, seconds: float, pid: int) -> RunningJob:
         subject = f"the response {short(job.response)} to the row {short(job.context.decode())}"
@@ -107,11 +123,15 @@ class Pool(WorkerPool[RewardProcess]):
                 return
         self._settle(worker.in_flight.pop(number), result)
         if not worker.in_flight:
-            self._worked_s += self._loop.time() - worker.works_since_s
+            self._stop_work(worker)
         if is_last:
             self._replace(worker)
             return
         self._feed()
+
+    def _remove(self, worker: RewardProcess) -> list[Request]:
+        self._stop_work(worker)
+        return super()._remove(worker)
 
     def _fill(self, worker: RewardProcess) -> None:
         while self._waiting and worker.has_room():

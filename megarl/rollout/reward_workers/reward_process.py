@@ -52,7 +52,7 @@ class RewardProcess(WorkerProcess):
         self._timeout_s = spec.timeout_s
         self.is_async = False
         self.takes_episode = False
-        # while it has anything in flight
+        # while it has anything in flight, or since it was counted; 0: it has nothing
         self.works_since_s = 0.0
         self._context = b""
 

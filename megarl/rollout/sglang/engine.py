@@ -32,6 +32,8 @@ from megarl.types import Row
 from megarl.types.json_objects import JsonObject
 
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
+# in which schedulers begin or end to record; less than the controller waits for this process's answer
+_CALL_S = 20.0
 # SGLang's tags of the memory that training uses in between; CUDA graphs stay
 _RELEASED = ("kv_cache", "weights")
 
@@ -265,10 +267,17 @@ class Engine(SamplingEngine):
 
     def _call_schedulers(self, method: str) -> str | None:
         """As `_sglang_call`, for a caller outside of the event loop; returns an error's text or None."""
+        answer = self._host.run(self._shielded_call(method))
         try:
-            return asyncio.run(self._host.run(self._sglang_call(method, {})))
+            return asyncio.run(asyncio.wait_for(answer, _CALL_S))
+        except TimeoutError:
+            return f"no answer within {_CALL_S:g} s"
         except EngineError as error:
-            return str(error)
+            return str(error).splitlines()[-1]
+
+    async def _shielded_call(self, method: str) -> str | None:
+        # goes on where it is no longer waited for: a late answer would be taken for that of the next call
+        return await asyncio.shield(self._sglang_call(method, {}))
 
     async def _sglang_call(self, method: str, parameters: JsonObject) -> str | None:
         """Have all schedulers call one of our own methods; returns an error's text or None."""

@@ -15,6 +15,7 @@ from megarl.environments.runtime.environment_processes import JobFailure
 from megarl.environments.runtime.environment_thread import EnvironmentThread, ReplayFailure
 from megarl.environments.runtime.history import from_json, to_json
 from megarl.environments.runtime.results import CallResult
+from megarl.timeline import recorder
 from tests.environments.runtime.conftest import add
 
 Play = Callable[..., Any]
@@ -52,6 +53,28 @@ def test_an_episode_goes_on_in_another_process_as_if_nothing_had_been(play: Play
         assert await pool.finish("again") == RewardResult(10.0, False)
 
     play(scenario, environment=COUNTER, workers=2)
+
+
+def test_each_call_that_began_is_in_the_timeline_whatever_its_end(play: Play) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
+        for name in "abc":
+            await pool.open(name, {"name": "one"}, 0)
+        await pool.call("a", [add(2)])
+        await pool.call("b", [("lose", {"what": "wait"})])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await pool.call("c", [("slow", {"what": "wait"})])
+
+    recorder.begin()
+    try:
+        play(scenario, environment=COUNTER, call_timeout_s=1.0)
+    finally:
+        recording = recorder.end()
+    assert recording is not None
+    seconds = {span.name: (span.end_ns - span.begin_ns) / 1e9 for span in recording.spans}
+    assert seconds["add"] < seconds["lose"]
+    assert seconds["lose"] >= 1.0
+    assert seconds["slow"] > 0.0
 
 
 def test_a_call_that_was_cut_leaves_no_trace(play: Play, tmp_path: Path) -> None:

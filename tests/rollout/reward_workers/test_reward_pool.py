@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,55 @@ def test_the_time_in_which_workers_work_is_counted_once(
         assert workers.take_worked_s() == 0.0
     finally:
         workers.shutdown()
+
+
+@pytest.mark.parametrize("response", ["hang", "pour late", "exit late"])
+def test_the_time_of_a_reward_that_has_no_result_is_counted_too(
+    module: Callable[[str], str], response: str
+) -> None:
+    name = module(
+        "import os, time\n"
+        "def score(response, answer, row):\n"
+        "    time.sleep(1.0 if 'late' in response else 1000)\n"
+        "    if 'exit' in response:\n"
+        "        os._exit(3)\n"
+        "    for descriptor in range(3, 20):\n"
+        "        try:\n"
+        "            os.write(descriptor, b'no message\\n')\n"
+        "        except OSError:\n"
+        "            pass\n"
+        "    return 1.0\n"
+    )
+    timeout_s = 60.0 if "late" in response else 1.0
+    workers = RewardWorkers(RewardConfig(function=name, workers=1, timeout_s=timeout_s), 60.0)
+    try:
+        (result,) = workers.wait_for_rewards("", {}, [response])
+        assert isinstance(result, Failure)
+        assert (workers.take_worked_s() or 0.0) >= 0.95
+        assert workers.take_worked_s() == 0.0
+    finally:
+        workers.shutdown()
+
+
+def test_the_time_of_a_worker_is_counted_while_it_works(module: Callable[[str], str]) -> None:
+    """As of an asynchronous function, whose worker may have something in flight for the whole run."""
+    name = module(
+        "import time\ndef score(response, answer, row):\n    time.sleep(1.0)\n    return 1.0"
+    )
+    workers = RewardWorkers(RewardConfig(function=name, workers=1), 60.0)
+    thread = threading.Thread(target=workers.wait_for_rewards, args=("", {}, ["a"]))
+    try:
+        thread.start()
+        taken = []
+        while thread.is_alive():
+            taken.append(workers.take_worked_s() or 0.0)
+            time.sleep(0.05)
+        taken.append(workers.take_worked_s() or 0.0)
+        assert len([seconds for seconds in taken if seconds > 0.0]) >= 2
+        assert max(taken) < sum(taken) and sum(taken) >= 0.95
+    finally:
+        workers.shutdown()
+        thread.join()
 
 
 @pytest.mark.parametrize(
