@@ -98,7 +98,7 @@ def test_what_users_functions_run_in_comes_last(monkeypatch: pytest.MonkeyPatch)
         read: list[int] = []
         monkeypatch.setattr(stacks, "_AT_ONCE", 1)
         monkeypatch.setattr(stacks, "stacks_of", lambda pid: (read.append(pid) or (), ""))
-        found = look({process.pid: "engine 0"})
+        found = processes_of({process.pid: "engine 0"})
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
