@@ -12,31 +12,35 @@ import pytest
 
 from megarl.rollout.sglang import engine
 from megarl.rollout.sglang.engine import Engine
-from megarl.rollout.sglang.scheduler_spans import Order, SchedulerSpans, obey
+from megarl.rollout.sglang.scheduler_spans import BEGIN, END, SchedulerSpans, write_spans
 from megarl.timeline import recorder
 
 
 def test_a_scheduler_without_spans_says_why(tmp_path: Path) -> None:
     file = tmp_path / "spans"
-    problems: dict[Order, str] = {}
+    problems: dict[str, str] = {}
 
-    def ask(order: Order) -> str | None:
-        if order not in problems:
-            obey(order, file)
-        return problems.get(order)
+    def call(method: str) -> str | None:
+        if method in problems:
+            return problems[method]
+        if method == BEGIN:
+            recorder.begin()
+        else:
+            write_spans(file)
+        return None
 
-    spans = SchedulerSpans(ask, {"scheduler 0": file, "scheduler 1": tmp_path / "none"})
+    spans = SchedulerSpans(call, {"scheduler 0": file, "scheduler 1": tmp_path / "none"})
     spans.begin()
     ended = spans.end()
     assert ended["scheduler 0"].problem == ""
     assert ended["scheduler 1"].problem == "it wrote no spans"
 
-    problems["begin"] = "no answer"
+    problems[BEGIN] = "no answer"
     spans.begin()
     assert spans.end()["scheduler 0"].problem == "no answer"
-    del problems["begin"]
+    del problems[BEGIN]
 
-    problems["end"] = "the disk is full"
+    problems[END] = "the disk is full"
     spans.begin()
     assert spans.end()["scheduler 0"].problem == "the disk is full"
     recorder.end()
@@ -46,7 +50,7 @@ def test_a_hanging_scheduler_keeps_the_caller_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The question itself goes on, so that its late answer is not taken for that of the next one."""
-    monkeypatch.setattr(engine, "_ORDER_S", 0.2)
+    monkeypatch.setattr(engine, "_CALL_S", 0.2)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -62,7 +66,7 @@ def test_a_hanging_scheduler_keeps_the_caller_for_a_bounded_time(
     hanging: Any = Engine.__new__(Engine)
     hanging._host = SimpleNamespace(run=run)
     hanging._sglang_call = hang
-    assert hanging._order("end") == "no answer within 0.2 s"
+    assert hanging._call_schedulers(END) == "no answer within 0.2 s"
     (question,) = asked
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), loop).result()
     assert not question.done()
