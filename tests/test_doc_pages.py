@@ -18,6 +18,7 @@ from megarl.cli import app
 from megarl.config.loading import load_recipe
 from megarl.config.reference import recipe_keys
 from megarl.data.files import answer_of, column
+from tests.report.runs import a_run
 from tests.test_docs import DOCS, PAGES, ROOT, blocks
 
 BRANCHES = (
@@ -148,6 +149,28 @@ def commands() -> list[str]:
         line.split("#")[0].split(">")[0].strip() for block in fences for line in block.splitlines()
     ]
     return [line for line in lines if re.match(r"megarl [a-z-]+( [^\[]*)?$", line)]
+
+
+def test_the_commands_that_only_read_are_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The help with keys, and the page of a run; what plans, trains or asks a cluster has tests of its own."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "runs").mkdir()
+    for name in ("quickstart", "reverse", "a", "b"):
+        a_run(tmp_path / "made", f"run.name={name}").rename(tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    executed = [
+        command
+        for command in dict.fromkeys(commands())
+        if re.match(r"megarl (explain|schema|report)\b", command)
+        and not re.search("--watch|FILE", command)
+    ]
+    assert len(executed) > 8
+    for command in executed:
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert done.exit_code == 0, (command, done.output)
+    assert (tmp_path / "runs" / "a" / "comparison.html").is_file()
 
 
 def test_each_command_is_taken_by_the_command_line() -> None:
