@@ -352,9 +352,9 @@ def cache_advice(
         or learns_from_answers(recipe.algorithm.name)
     ):
         return []
-    if engine.fp8 or recipe.lora:
-        knobs = []
-    else:
+    knobs = []
+    in_fp8 = replace(engine_layout(recipe), fp8=True)
+    if not (engine.fp8 or recipe.lora or in_fp8.errors(shape, recipe.placement.gpus)):
         knobs = ["rollout.engine.fp8 true halves the weights beside it"]
     groups = _best_groups(recipe, shape, memory, try_engines)
     if groups:

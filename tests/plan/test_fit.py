@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
-from megarl.config.loading import overlaid
+from megarl.config.loading import load_recipe, overlaid
 from megarl.model.hf_config import model_shape
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
@@ -28,7 +29,7 @@ from megarl.plan.engine_memory import (
     token_bytes,
     weight_bytes,
 )
-from megarl.plan.fit import are_valid
+from megarl.plan.fit import are_valid, cache_advice
 from megarl.plan.model_size import ModelSize, model_sizes
 from megarl.plan.optimizer_memory import smaller_states, state_bytes
 from megarl.plan.phase_memory import CONTEXT_BYTES, PINNED_SHARE, communicators
@@ -465,3 +466,26 @@ def test_a_full_host_is_said_too(tmp_path: Path) -> None:
     plan = plans.memory(recipe, poor, sizes_of(recipe, replace(CHUNK, expert=1_000_000_000)))
     (error,) = plan.errors
     assert (error.where, "host would hold" in error.problem) == ("placement.gpus", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "is_advised"),
+    [
+        ("grpo_qwen3_30b", [], True),
+        ("grpo_qwen3_30b", ["rollout.engine.ep=1"], False),
+        # a dense layer is 85.5 tiles wide
+        ("grpo_glm4_5_air", [], False),
+    ],
+)
+def test_fp8_engines_are_advised_where_they_cut_no_tile(
+    name: str, overrides: list[str], is_advised: bool
+) -> None:
+    recipe = load_recipe(plans.ROOT / "recipes" / f"{name}.yaml", overrides)
+    assert recipe.model.config
+    shape = model_shape(plans.ROOT / recipe.model.config)
+    memory: Any = SimpleNamespace(
+        errors=[], kv=SimpleNamespace(concurrency_mean=1, wanted=9, concurrency_longest=1)
+    )
+    full: Any = SimpleNamespace(peak_bytes=2, capacity_bytes=1), None
+    (line,) = cache_advice(recipe, shape, memory, lambda _: full)
+    assert ("rollout.engine.fp8" in line) == is_advised
