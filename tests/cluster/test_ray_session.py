@@ -376,12 +376,12 @@ def test_a_profile_ends_with_its_step_and_is_missed_where_there_is_none(
     said: list[str] = []
     config = TimelineConfig(steps=(1, 2), profile_ranks=(0, 1))
     timeline = StepTimeline(cluster, config, tmp_path, said.append, lambda: workers)
-    with pytest.raises(KeyError), timeline.of(1):
+    with pytest.raises(KeyError), timeline.recording(1):
         ask(cluster, workers, "train")
         assert ask(cluster, workers, "has_profile") == [True, True]
         raise KeyError
     assert ask(cluster, workers, "has_profile") == [False, False]
-    with timeline.of(2):
+    with timeline.recording(2):
         ask(cluster, workers[:1], "train")
     file = tmp_path / "timeline" / "step_2.rank_0.json.gz"
     assert said[1:] == [
