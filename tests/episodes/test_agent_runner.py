@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,7 @@ def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
     worker._reward = RewardConfig()
     worker._num_transcripts = 1
     worker._take_faults = dict  # no worker process has a part in this
+    worker._reward_workers = SimpleNamespace(take_worked_s=lambda: None)
     worker._generate = generated
     summary, _ = asyncio.run(worker.sample(_prompt({}), Sampling(len(episodes), 100)))
     return summary

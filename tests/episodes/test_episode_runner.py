@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -304,6 +305,7 @@ def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
     ]
     assert [sample.facts.call_errors for sample in played if sample.facts] == [3, 1, 1]
     worker: Any = RolloutWorker.__new__(RolloutWorker)
+    worker._reward_workers = SimpleNamespace(take_worked_s=lambda: None)
     worker._runtime = None
     worker._reward = RewardConfig()
     worker._num_transcripts = 1
