@@ -372,6 +372,11 @@ class Recipe(Branch):
     placement: PlacementConfig
 
     @property
+    def samples_logged_of_a_group(self) -> int:
+        """The first samples of each group among which the `run.sample_log_count` of a step are."""
+        return -(-self.run.sample_log_count // self.rollout.prompts_per_step)
+
+    @property
     def longest_sample(self) -> int:
         """The most tokens after the prompt of a sample to train on."""
         if self.episode:

@@ -83,8 +83,8 @@ def glm_latent_mixture(config: ConfigFile, common: Mapping[str, int]) -> dict[st
     """As `latent_mixture`; transformers 5 names the kind of each layer's MLP in place of the number of dense ones."""
     kinds = config.texts("mlp_layer_types")[: common["num_layers"]]  # MTP layers follow
     if not kinds:
-        dense = config.integer("first_k_dense_replace", default=1, least=0)
-        return latent_mixture(config, common) | {"num_dense_layers": dense}
+        num_dense = config.integer("first_k_dense_replace", default=1, least=0)
+        return latent_mixture(config, common) | {"num_dense_layers": num_dense}
     num_dense = kinds.count("dense")
     if kinds != ["dense"] * num_dense + ["sparse"] * (common["num_layers"] - num_dense):
         problem = f"mlp_layer_types is {kinds!r:.60}"

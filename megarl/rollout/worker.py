@@ -60,7 +60,7 @@ class RolloutWorker:
     ) -> None:
         """span: the engine's first node, where the engine spans several. wait_s: before an external engine is asked."""
         self._reward = recipe.reward
-        self._num_transcripts = -(-recipe.run.sample_log_count // recipe.rollout.prompts_per_step)
+        self._num_transcripts = recipe.samples_logged_of_a_group
         self._reward_workers = RewardWorkers(recipe.reward, recipe.run.timeout_s)
         self._runtime: EnvironmentRuntime | AgentRuntime | None = None
         try:

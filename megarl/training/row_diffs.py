@@ -62,7 +62,7 @@ class ShownSamples:
 
     def __init__(self, recipe: Recipe) -> None:
         self._groups = recipe.run.sample_log_count
-        self._per_group = -(-recipe.run.sample_log_count // recipe.rollout.prompts_per_step)
+        self._per_group = recipe.samples_logged_of_a_group
         self.most_tokens = recipe.run.sample_log_tokens
 
     def has(self, key: RowKey) -> bool:
