@@ -55,7 +55,10 @@ def test_overlays_and_folders_are_offered(tmp_path: Path, monkeypatch: pytest.Mo
     assert offered("recipes") == ["recipes/", "recipes/big.yaml", "recipes/small.yml"]
 
 
-def test_whatever_is_offered_is_a_key() -> None:
+def test_whatever_is_offered_is_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(
+        tmp_path
+    )  # folders of the checkout are offered too, and the quickstart makes `models`
     for path, key in recipe_keys().items():
         for word in offered(path):
             assert word.partition("=")[0].rstrip(".") in recipe_keys(), key
