@@ -721,13 +721,17 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(
 # Objects in Ray's store keep Ray from a graceful end: it ends the process that owns them.
 _ONE_SESSION = """
 import os, signal, sys
+from pathlib import Path
 import psutil
 from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.supervisor import supervised
+from megarl.diagnosis.phases import PhaseClock
 
 def run():
-    with Cluster(1, say=print) as cluster:
+    session = Cluster(1, say=print)
+    session.watch_phases(PhaseClock(0.0, 600.0), Path(os.environ["MEGARL_TEST"]), str)
+    with session as cluster:
         worker = cluster.worker("rank 0", 0, lambda _: print("it is started anew"))
         cluster.gather({worker.start("test_ray_session:Target", 0): worker.name})
         print("folder", cluster._folder.path, flush=True)
@@ -783,15 +787,21 @@ def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_sessi
     assert killed.is_dir() and killed.stat().st_mode & 0o777 == 0o700
     assert (killed / "ray").is_dir(), "Ray opens its folder to everyone: it must lie inside"
     for server in servers:
-        done = _program(_ONE_SESSION, server, tmp_path / server)
+        folder = tmp_path / server
+        folder.mkdir()
+        done = _program(_ONE_SESSION, server, folder)
         is_agent = server.endswith("Agent")
         how = "has ended, and with it its raylet" if is_agent else "was killed by SIGKILL"
         ended = rf"(megarl: )?Ray's {server} \(pid \d+\) {how}; start the command again.*"
         assert re.fullmatch(ended, done.stdout.splitlines()[-1]), done
+        # by the command, where Ray lets it live for so long, or by its supervisor
+        (page,) = (folder / "hangs").iterdir()
+        cause = done.stdout.splitlines()[-1].removeprefix("megarl: ")
+        assert page.read_text().splitlines()[0] == cause
         assert "it is started anew" not in done.stdout
         assert done.returncode == 1
         assert not _folder(done).exists()
-        assert _left(tmp_path / server) == []
+        assert _left(folder) == []
     assert not killed.exists()
 
 
