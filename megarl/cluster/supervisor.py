@@ -63,7 +63,8 @@ def note_session(
     """Tell the supervisor, if there is one, which servers of Ray may end this process by their own end.
 
     raylet_socket: "" when the session ends. node: the name of this process's own node, if it can be excluded. losses:
-    the run's file of them, which gets a line where the process cannot write it. pages: the folder of its pages about hangs.
+    the run's file of them, which gets a line where the process cannot write it. pages: the folder of its pages about
+    hangs.
     """
     message: dict[str, object] = {"raylet_socket": raylet_socket, "node": node}
     message["losses"] = losses and str(losses.absolute())
