@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -38,6 +39,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TARGET = "test_ray_session:Target"
 PYTHONPATH = f"{ROOT}:{ROOT / 'tests' / 'cluster'}"
+AHEAD_NS = 86_400 * 10**9
+DRIFT = 1000  # one part in so many, more than any quartz has
 BOUND_S = 5.0  # of a silence; the machine may be busy
 
 
@@ -84,8 +87,15 @@ class Target:
         return self.rank + number
 
     def have_another_clock(self) -> None:
-        """As a process of another node, though its times are those of this one."""
+        """As a process of another node, whose clock is of another day and runs fast."""
         recorder._clock = lambda: "another"
+        began_ns = time.monotonic_ns()
+
+        def monotonic_ns() -> int:
+            passed_ns = time.monotonic_ns() - began_ns
+            return began_ns + AHEAD_NS + passed_ns + passed_ns // DRIFT
+
+        recorder.time = SimpleNamespace(monotonic_ns=monotonic_ns)
 
     async def pair(self) -> tuple[int, bytes]:
         return self.rank, bytes(1000)
@@ -394,7 +404,7 @@ def test_a_profile_ends_with_its_step_and_is_missed_where_there_is_none(
 def test_the_clock_of_another_process_is_read_to_within_the_stated_error(
     cluster: Cluster, tmp_path: Path
 ):
-    """All processes of this machine have one, so that the truth is 0."""
+    """All processes of this machine have one, so that the truth is 0; then one of them has another, which drifts."""
     (other,) = [cluster.worker("other", 1)]
     cluster.gather({other.start(TARGET, 1): "other"})
     offset = clock_of(other)
@@ -402,6 +412,8 @@ def test_the_clock_of_another_process_is_read_to_within_the_stated_error(
     assert offset.error_ns > 0 and abs(offset.offset_ns) <= offset.error_ns
 
     ask(cluster, [other], "have_another_clock")
+    offset = clock_of(other)
+    assert offset is not None and abs(offset.offset_ns + AHEAD_NS) < AHEAD_NS // 1000
     said: list[str] = []
     timeline = StepTimeline(cluster, TimelineConfig(steps=(1,)), tmp_path, said.append)
     with timeline.recording(1):
