@@ -213,7 +213,8 @@ def _difference(key: tuple[int, str], pair: Pair, tolerance: Tolerance) -> Diffe
     ours, theirs, allowed_TF = _wholes(pair, tolerance)
     difference_TF = np.abs(ours.odd_TF - theirs.odd_TF)
     smaller_TF = min((ours.values_TF, theirs.values_TF), key=_rms)
-    rms_T, allowed_T = _rms_of_tokens(difference_TF), tolerance.of_tokens(smaller_TF)
+    rms_T = _rms_of_tokens(difference_TF)
+    allowed_T = tolerance.of_tokens(smaller_TF)
     differs_TF = exceeds(ours.odd_TF, theirs.odd_TF, allowed_TF)
     # of a token that is wrong as a whole, what is not small in it
     is_wrong_T: BoolArray = np.greater(rms_T, allowed_T)
