@@ -90,7 +90,8 @@ def test_an_engine_that_runs_out_of_memory_is_named_in_the_report(
     engine = build_engine(1, 1)
     asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
     (pid,) = engine.pids()
-    resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms + 2**21,) * 2)
+    limit = psutil.Process(pid).memory_info().vms + 2**21
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
     with pytest.raises(EngineError) as caught:
         asyncio.run(asyncio.wait_for(engine.generate(PROMPT * 50, Sampling(64, 100)), 60))
     failed = reported("engine 0", caught.value)
