@@ -466,13 +466,16 @@ def schema(
     overlay: Annotated[
         bool, Option("--overlay", help="Of overlays, in which any key may be left out.")
     ] = False,
+    hardware: Annotated[
+        bool, Option("--hardware", help="Of hardware files, as those of recipes/hardware.")
+    ] = False,
 ) -> None:
     """Print the JSON schema of recipes, with which an editor completes and checks keys."""
 
     def run() -> None:
         from megarl.commands.explain import schema_text
 
-        say_all(schema_text(is_overlay=overlay))
+        say_all(schema_text(of_overlays=overlay, of_hardware=hardware))
 
     sys.exit(ended(run))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -19,6 +21,10 @@ LossResult = tuple[Tensor, dict[Statistic, Tensor]]
 # |engine - trainer| logprob, of tokens that the policy itself sampled
 DIFF = Statistic("rollout/logprob_diff_mean")
 DIFF_MAX = Statistic("rollout/logprob_diff_max", MAX)
+# KL(engine | trainer) of them, and the share with a ratio trainer / engine beyond FAR_RATIOS
+ENGINE_KL = Statistic("rollout/logprob_kl")
+FAR = Statistic("rollout/ratio_far_share")
+FAR_RATIOS = (0.5, 2.0)
 OLD_KL = Statistic("old_kl")  # the k3 estimate of KL(old | policy)
 ENTROPY = Statistic("entropy")
 MOST_TURNS = 8  # of which each has a gap of its own; the later ones have one together
@@ -26,7 +32,7 @@ TURN_DIFFS = tuple(
     Statistic(f"rollout/logprob_diff_turn_{name}") for name in (*range(1, MOST_TURNS + 1), "later")
 )  # GAP by the turn of an episode
 # what compares the engine with the trainer
-ENGINE_DIFFS = frozenset((DIFF, DIFF_MAX, *TURN_DIFFS))
+ENGINE_DIFFS = frozenset((DIFF, DIFF_MAX, ENGINE_KL, FAR, *TURN_DIFFS))
 REFERENCE_KL = Statistic("reference_kl")  # the k3 estimate of KL(policy | reference)
 RIGHT = Statistic("right")  # tokens of responses whose reward's sign is that of the outcome
 REWARD = Statistic("reward_mean")
@@ -94,14 +100,22 @@ def policy_loss(
         loss_T = loss_T - hyperparameters.entropy_coefficient * entropy_T
     with torch.no_grad():
         is_fresh_T = sampled_T & ~targets.is_stale_T  # elsewhere the policies differ, too
-        diff_T = bounded(old_logp_T - targets.engine_logp_T).abs()
-        stats |= over_tokens(is_fresh_T, {DIFF: diff_T, DIFF_MAX: diff_T})
+        log_w_T = bounded(torch.where(is_fresh_T, old_logp_T - targets.engine_logp_T, 0.0))
+        stats |= over_tokens(is_fresh_T, _engine_diffs(log_w_T))
         stats |= over_tokens(mask_T, {OLD_KL: k3(log_ratio_T), **surrogate_stats})
         stats[TOKENS] = mask_T.sum()
     loss = (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum()
     if hyperparameters.positive_nll:
         loss = loss - (logp_T * targets.nll_weight_T).sum()
     return loss, stats
+
+
+def _engine_diffs(log_w_T: Tensor) -> dict[Statistic, Tensor]:
+    """What is reported of trainer / engine, of each token's log-ratio, whatever corrects the loss for it."""
+    diff_T = log_w_T.abs()
+    low, high = FAR_RATIOS
+    is_far_T = (log_w_T < math.log(low)) | (log_w_T > math.log(high))
+    return {DIFF: diff_T, DIFF_MAX: diff_T, ENGINE_KL: k3(log_w_T), FAR: is_far_T}
 
 
 def policy_statistics(

@@ -16,7 +16,16 @@ import ray.exceptions
 
 from megarl.cluster import processes
 from megarl.cluster.actor import Background, Ref, Worker, answers, failure, is_loss
-from megarl.cluster.failures import OTHER, WorkerFailed, reported, severity
+from megarl.cluster.failures import (
+    OTHER,
+    BeforeHang,
+    WorkerFailed,
+    hang_of,
+    is_hang,
+    is_of_disk,
+    reported,
+    severity,
+)
 from megarl.cluster.fetching import fetch
 from megarl.cluster.pulses import Pulses
 from megarl.cluster.stillness import GroupStillness
@@ -59,7 +68,7 @@ class Calls:
         # what is waited for now; another thread reads it
         self._awaited: Sequence[Mapping[Ref, str]] = ()
         # called before the run ends because a process of it hangs
-        self._before_hang: Callable[[str], None] = lambda _: None
+        self._before_hang: BeforeHang = lambda problem, *, is_certain: None
         self.host = LOOPBACK
 
     def _is_here(self, worker: Worker) -> bool:
@@ -190,15 +199,15 @@ class Calls:
                 # also while it starts, when it may be silent for longer
                 if is_overdue or self._has_been_stopped(worker):
                     silence = self._silence_of(worker, self._quick_pulses)
-                    self._lose(worker, WorkerFailed(silence, silence, worker.name))
+                    self._lose(worker, hang_of(worker.name, silence))
                 elif self._is_displaced(worker):
                     # its node seemed dead, or is at fault: what it shared memory with is elsewhere
                     problem = f"{self._described(worker)} is on a node that was replaced"
                     self._lose(worker, WorkerFailed(problem, problem, worker.name))
             elif worker in self._workers and self._pulses.silence_s(worker) >= self._timeout_s:
-                silence = self._silence_of(worker, self._pulses)
-                self._before_hang(silence)
-                raise WorkerFailed(silence, silence, worker.name)
+                hang = hang_of(worker.name, self._silence_of(worker, self._pulses))
+                self.tell_hang(hang)
+                raise hang
 
     def _judge_stillness(self, labels: Mapping[Ref, str], watched: Sequence[Worker]) -> None:
         """Give up one of the workers that compute where all that are waited for stand still: they would for ever.
@@ -219,11 +228,11 @@ class Calls:
             f"{self._described(worker)} stands still: it has used no processor and moved no bytes for "
             f"{still_s[worker]:.0f} s{others}"
         )
-        failure = WorkerFailed(problem, problem, worker.name)
+        hang = hang_of(worker.name, problem)
         if worker not in self._owners:
-            self._before_hang(problem)
-            raise failure
-        self._lose(worker, failure)
+            self.tell_hang(hang)
+            raise hang
+        self._lose(worker, hang)
 
     def _still_s(self, worker: Worker) -> float:
         """By its last answer, of the heartbeats that it is sent."""
@@ -292,7 +301,13 @@ class Calls:
             else:
                 cause = self._cause(labels)
             self._refuse_own_end(cause)
+            self.tell_hang(cause)
             raise cause
+
+    def tell_hang(self, cause: Exception) -> None:
+        """Before a failure ends the run, or the processes that it is seen in: write the page, where it is a hang."""
+        if is_hang(cause):
+            self._before_hang(str(cause), is_certain=is_of_disk(cause))
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has returned or raised; False as soon as a worker that is not replaceable is gone."""
@@ -341,7 +356,7 @@ class Calls:
         # A process that waited for a hanging one may time out before the hanging one has been silent for long enough.
         if severity((name, cause)) == OTHER and (silent := self._silent_now()):
             silence = self._silence_of(silent, self._pulses)
-            return WorkerFailed(silence, str(cause), silent.name)
+            return hang_of(silent.name, silence, str(cause))
         return reported(name, cause)
 
     def _ended(self, refs: list[Ref], watched: Sequence[Worker]) -> list[Ref]:

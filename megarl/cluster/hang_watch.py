@@ -6,9 +6,12 @@ meanwhile, and no report ends it.
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megarl.cluster.hang_evidence import ClusterView, collect
@@ -18,12 +21,15 @@ from megarl.diagnosis.evidence import Evidence
 from megarl.diagnosis.page import hang_page
 from megarl.diagnosis.phases import Phase, PhaseClock
 from megarl.diagnosis.stacks import answer_with_stacks
+from megarl.disk import begin, has_ended
 from megarl.printable import Say, describe_error
 
 _POLL_S = 0.5
 _AGAIN_S = 10.0  # what stands still for longer is no moment of a healthy phase
 _BEFORE_END_S = 15.0  # for which the end of a run waits for a page
 _FOLDER = "hangs"
+_WRITE_S = 2.0  # for which the disk of the run may leave a page unwritten
+_ELSEWHERE = "/tmp"
 # how a line begins
 _HANG = "HANG"
 _SLOW = "SLOW"
@@ -56,10 +62,16 @@ class HangWatch:
         # names of pages, also of the run before it was resumed: the disk is not asked while it may hang
         self._taken: set[str] = set()
         self._looked: tuple[Phase, int] | None = None  # at how many limits of a phase
+        self._ended_by: tuple[str, Phase | None] | None = None
         # one report at a time, by whichever thread
         self._reporting = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
+
+    @property
+    def folder(self) -> Path:
+        """Of the pages."""
+        return self._folder
 
     def start(self) -> None:
         answer_with_stacks()
@@ -72,10 +84,20 @@ class HangWatch:
         if self._thread.is_alive():
             self._thread.join(_BEFORE_END_S)
 
-    def before_end(self, problem: str) -> None:
-        """Write the page before the run ends because of a process that hangs; returns soon, come what may."""
+    def before_end(self, problem: str, *, is_certain: bool = False) -> None:
+        """Write the page before the run ends because of a process that hangs; returns soon, come what may.
+
+        The same problem of a phase has one page, whoever tells it. is_certain: it names what is to blame.
+        """
+        phase = self._phases.current or self._phases.failed
+        if self._ended_by == (problem, phase):
+            return
+        self._ended_by = (problem, phase)
         thread = threading.Thread(
-            target=self._report, args=(problem, _HANG, self._phases.current), daemon=True
+            target=self._report,
+            args=(problem, _HANG, phase),
+            kwargs={"verdict": problem, "is_certain": is_certain},
+            daemon=True,
         )
         thread.start()
         thread.join(_BEFORE_END_S)
@@ -118,24 +140,48 @@ class HangWatch:
                 self._reported = phase
                 self._make(reason, kind, phase)
 
-    def _report(self, reason: str, kind: str, phase: Phase | None) -> None:
+    def _report(
+        self,
+        reason: str,
+        kind: str,
+        phase: Phase | None,
+        verdict: str = "",
+        is_certain: bool = False,
+    ) -> None:
         with self._reporting:
-            self._make(reason, kind, phase)
+            self._make(reason, kind, phase, verdict, is_certain)
 
-    def _make(self, reason: str, kind: str, phase: Phase | None) -> None:
-        """A page that cannot be made costs a line, and nothing else."""
+    def _make(
+        self,
+        reason: str,
+        kind: str,
+        phase: Phase | None,
+        verdict: str = "",
+        is_certain: bool = False,
+    ) -> None:
+        """A page that cannot be made costs a line, and nothing else. verdict, is_certain: as of `Evidence`."""
         try:
             evidence = collect(self._view(), reason, phase)
+            evidence = replace(evidence, verdict=verdict, is_certain=is_certain)
             if self._is_over.is_set():
                 return
             file = self._new_file(phase)
             line = self._first_words(evidence, kind)
             # first: the disk may be what hangs
             self._say(self._redacted(f"{line}; the rest is in {file}"))
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(self._redacted(hang_page(evidence)), encoding="utf-8")
+            self._write(file, self._redacted(hang_page(evidence)))
         except Exception as error:
             self._say(f"no page of a hang could be made: {describe_error(error)}")
+
+    def _write(self, file: Path, page: str) -> None:
+        """Into the run's folder, or elsewhere where its disk does not take it, as one that hangs does not."""
+        writing = begin(partial(_write_page, file, page))
+        if has_ended(writing, _WRITE_S) and writing.exception() is None:
+            return
+        descriptor, name = tempfile.mkstemp(".txt", f"megarl_{_FOLDER}_", _ELSEWHERE)
+        with open(descriptor, "w", encoding="utf-8") as opened:
+            opened.write(page)
+        self._say(f"the disk of {self._folder} does not take the page, which is in {name}")
 
     def _first_words(self, evidence: Evidence, kind: str) -> str:
         """It says HANG where a cause is named, or where the run is about to end for one."""
@@ -161,3 +207,8 @@ class HangWatch:
             number += 1
         self._taken.add(file.name)
         return file
+
+
+def _write_page(file: Path, page: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(page, encoding="utf-8")

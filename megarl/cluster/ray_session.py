@@ -104,10 +104,11 @@ class Cluster(Calls):
             socket = _raylet_socket()
             self._servers = processes.RayServers(socket, min(self._timeout_s, processes.STOPPED_S))
             losses = self.loss_log.file
-            note_session(socket, losses=losses)
+            pages = self._hang_watch.folder if self._hang_watch else None
+            note_session(socket, losses=losses, pages=pages)
             self._take_slots()
             own_node = next((node.name for node in self._own_nodes()), None)
-            note_session(socket, own_node, losses)
+            note_session(socket, own_node, losses, pages)
             if self._hang_watch:
                 self._hang_watch.start()
         except BaseException:
@@ -123,9 +124,19 @@ class Cluster(Calls):
         if isinstance(failed, WorkerFailed):
             with suppress(Exception):
                 self.faulty_nodes(failed)
-        self.close()
+        try:
+            self._write_last_page(failed, error)
+        finally:
+            self.close()
         if failed is not raised and failed is not None:
             raise failed from None
+
+    def _write_last_page(self, failed: BaseException | None, lost_server: str | None) -> None:
+        """Where the run ends by a hang or the loss of a server of Ray, if it has no page yet."""
+        if isinstance(failed, Exception):
+            if lost_server:
+                self._before_hang(lost_server, is_certain=True)
+            self.tell_hang(failed)
 
     def watch_phases(
         self, phases: PhaseClock, folder: Path, redacted: Callable[[str], str]

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -22,12 +23,17 @@ import psutil
 from megarl.cluster import processes
 from megarl.cluster.node_faults import report
 from megarl.cluster.session_folder import SESSION_PARENT, SESSION_PREFIX, remove_dead
+from megarl.disk import begin, has_ended
 from megarl.isolation.keeper import die_with
+from megarl.printable import one_line
 from megarl.types.losses import THE_RUN, Loss
 
 _LOOK_S = 30.0  # between two looks at which processes there are
 _RAYLET_ENDS_S = 5.0  # a raylet closes its object store before it ends
 _FAILED = 1
+_WRITE_S = 2.0  # for which a page may stay unwritten
+_PAGE = "command_ended.txt"
+_UNKNOWN = "the command was ended before it could say what it waited for; metrics.jsonl has the steps before"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
@@ -48,14 +54,22 @@ def in_child(run: Callable[[], int], last_word: Callable[[object], None]) -> int
     return run()
 
 
-def note_session(raylet_socket: str, node: str | None = None, losses: Path | None = None) -> None:
+def note_session(
+    raylet_socket: str,
+    node: str | None = None,
+    losses: Path | None = None,
+    pages: Path | None = None,
+) -> None:
     """Tell the supervisor, if there is one, which servers of Ray may end this process by their own end.
 
     raylet_socket: "" when the session ends. node: the name of this process's own node, if it can be excluded. losses:
-    the run's file of them, which gets a line where the process cannot write it.
+    the run's file of them, which gets a line where the process cannot write it. pages: the folder of its pages about
+    hangs.
     """
-    named = losses and str(losses.absolute())
-    _tell({"raylet_socket": raylet_socket, "node": node, "losses": named})
+    message: dict[str, object] = {"raylet_socket": raylet_socket, "node": node}
+    message["losses"] = losses and str(losses.absolute())
+    message["pages"] = pages and str(pages.absolute())
+    _tell(message)
 
 
 def _tell(message: dict[str, object]) -> None:
@@ -120,6 +134,7 @@ class _Supervisor:
         self._servers: processes.RayServers | None = None
         self._node: str | None = None
         self._losses: Path | None = None
+        self._pages: Path | None = None
         # all that the command has had, whose shared memory stays if they are killed
         self._pids: set[int] = set()
 
@@ -134,6 +149,7 @@ class _Supervisor:
             return self._code
         with processes.interrupts_ignored():
             cause = self._cause()
+            self._write_page(cause)
             self._clean_up()
             last_word(f"megarl: {cause}")
             self._note_loss(cause)
@@ -166,6 +182,7 @@ class _Supervisor:
                 self._servers = processes.RayServers(socket, math.inf)
         self._node = str(message["node"]) if message["node"] else None
         self._losses = Path(str(message["losses"])) if message["losses"] else None
+        self._pages = Path(str(message["pages"])) if message["pages"] else None
 
     def _cause(self) -> str:
         """Why the command has ended."""
@@ -188,8 +205,26 @@ class _Supervisor:
             with suppress(OSError), self._losses.open("a", encoding="utf-8") as file:
                 file.write(Loss.of(THE_RUN, cause, time.time()).line())
 
+    def _write_page(self, cause: str) -> None:
+        """The page of a hang, in the command's place: Ray has ended it before it had looked at its processes."""
+        if self._pages is None:
+            return
+        alive = []
+        for process in processes.descendants(self._older):
+            with suppress(psutil.Error):
+                alive.append(f"  {process.name()} (pid {process.pid})")
+        lines = [cause, "", _UNKNOWN, "", "PROCESSES THAT WERE ALIVE", *(alive or ["  none"])]
+        page = "".join(f"{one_line(line)}\n" for line in lines)
+        # a disk that does not answer holds nobody up
+        has_ended(begin(partial(_written, self._pages / _PAGE, page)), _WRITE_S)
+
     def _clean_up(self) -> None:
         self._pids |= {process.pid for process in processes.descendants(self._older)}
         processes.kill_descendants(spare=self._older)
         processes.remove_counters(self._pids)
         remove_dead(SESSION_PREFIX, SESSION_PARENT)
+
+
+def _written(file: Path, text: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.config.reference import Key, keys_of, recipe_keys
+from megarl.config.reference import Key, general_path, keys_of, recipe_keys
 
 _YAML = (".yaml", ".yml")
 
@@ -22,7 +23,9 @@ def complete_override(ctx: Any, incomplete: str) -> list[str]:
     words: Sequence[str] = ctx.params.get("overrides") or ()
     if len(words) > 1 and words[-1] == "=":
         return list(_choices(words[-2]))
-    if words and not incomplete and words[-1] in recipe_keys():  # click leaves an `=` out
+    if (
+        words and not incomplete and words[-1] and general_path(words[-1])
+    ):  # click leaves an `=` out
         return list(_choices(words[-1]))
     key, equals, _ = incomplete.partition("=")
     if equals:
@@ -37,13 +40,19 @@ def complete_key(incomplete: str) -> list[str]:
 
 def _candidates(incomplete: str) -> list[Key]:
     """The keys that begin so in the branch that is written; in place of a branch that is alone, its keys."""
-    branch, dot, _ = incomplete.rpartition(".")
-    if dot and branch not in recipe_keys():
+    branch, _, _ = incomplete.rpartition(".")
+    general = general_path(branch)
+    if general is None:
         return []
-    found = [key for key in keys_of(branch) if key.path.startswith(incomplete)]
+    found = [key for key in _keys_of(general, branch) if key.path.startswith(incomplete)]
     if len(found) == 1 and found[0].is_branch:
-        return [*found, *keys_of(found[0].path)]
+        return [*found, *_keys_of(f"{general}.{found[0].name}".lstrip("."), found[0].path)]
     return found
+
+
+def _keys_of(general: str, branch: str) -> list[Key]:
+    """The keys of a branch under the names that are written; a name that is still to be written is NAME or N."""
+    return [replace(key, path=f"{branch}.{key.name}".lstrip(".")) for key in keys_of(general)]
 
 
 def _with_values(keys: Sequence[Key]) -> list[str]:
@@ -56,8 +65,8 @@ def _with_values(keys: Sequence[Key]) -> list[str]:
 
 def _choices(path: str) -> Sequence[str]:
     """The values that a key can have, where they are few."""
-    key = recipe_keys().get(path)
-    return key.choices if key else ()
+    general = general_path(path)
+    return recipe_keys()[general].choices if general else ()
 
 
 def _files(incomplete: str) -> list[str]:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.config.reference import Key, find_key, keys_of, optional_branch, reference_page
-from megarl.config.schema import overlay_schema, recipe_schema
+from megarl.config.schema import hardware_schema, overlay_schema, recipe_schema
+from megarl.types import UserError
 
 _PACKAGE = Path(__file__).parents[1]
 _READS = re.compile(r"recipe\.([a-z_]+)\b")
@@ -45,9 +46,17 @@ def explained(path: str | None, recipe: Recipe | None = None) -> str:
     return "\n".join(_key_lines(key, path, recipe, width))
 
 
-def schema_text(*, is_overlay: bool) -> str:
-    """The JSON schema of recipes, or of overlays."""
-    return json.dumps(overlay_schema() if is_overlay else recipe_schema(), indent=2)
+def schema_text(*, of_overlays: bool, of_hardware: bool) -> str:
+    """The JSON schema of recipes, of overlays or of hardware files. Raises UserError where both are asked for."""
+    if of_overlays and of_hardware:
+        raise UserError("--overlay", "--hardware asks for another schema", "leave one of them out")
+    if of_hardware:
+        schema = hardware_schema()
+    elif of_overlays:
+        schema = overlay_schema()
+    else:
+        schema = recipe_schema()
+    return json.dumps(schema, indent=2)
 
 
 def _key_lines(key: Key, path: str, recipe: Recipe | None, width: int) -> Iterator[str]:

@@ -23,30 +23,49 @@ class Hardware(Branch):
     """
 
     name: Text
-    memory_bytes: Bytes  # as the driver reports it
-    bf16_flops: Speed  # dense
-    fp8_flops: Speed | None = None  # None: the card has none
+    """Of the GPU, as its driver begins it."""
+    memory_bytes: Bytes
+    """Memory of a GPU, as the driver reports it."""
+    bf16_flops: Speed
+    """Dense bf16 operations/s of a GPU."""
+    fp8_flops: Speed | None = None
+    """The same in fp8; null: the card has none."""
     hbm_bytes_per_s: Speed
-    nvlink_bytes_per_s: Speed  # of a GPU to all others of its node, each way
-    nic_bytes_per_s: Speed  # of the network card beside each GPU, each way
-    pcie_bytes_per_s: Speed  # between a GPU and its host, each way
-    # of a GPU for one group of NCCL's, as a run tells when it starts; assumption
+    """Of a GPU's memory."""
+    nvlink_bytes_per_s: Speed
+    """Of a GPU to all others of its node, each way."""
+    nic_bytes_per_s: Speed
+    """Of the network card beside each GPU, each way."""
+    pcie_bytes_per_s: Speed
+    """Between a GPU and its host, each way."""
     communicator_bytes: Bytes = 192 << 20
+    """Memory of a GPU for one group of NCCL's, as a run tells when it starts; the default is an assumption."""
     gpus_per_node: ParallelSize = 8
-    host_bytes: Bytes  # of a node
-    disk_bytes_per_s: Speed  # that a node writes to the file system of checkpoints
-    compute_share: Share  # of bf16_flops that training's matrix products reach
-    prefill_share: Share  # of bf16_flops that the engine's reading of prompts reaches
-    hbm_share: Share  # of hbm_bytes_per_s that the engine's decoding reaches
-    nvlink_share: Share  # of nvlink_bytes_per_s that large messages reach
-    nic_share: Share  # the same of nic_bytes_per_s
-    nvlink_latency_s: Positive  # of one small all-reduce inside a node
-    nic_latency_s: Positive  # the same over several nodes
-    # DeepEP's dispatch and combine in one layer: in itself, and for each token of a GPU, by expert-parallel size.
+    """GPUs of a node."""
+    host_bytes: Bytes
+    """Memory of a node."""
+    disk_bytes_per_s: Speed
+    """What a node writes to the file system of checkpoints."""
+    compute_share: Share
+    """How much of `bf16_flops` training's matrix products reach."""
+    prefill_share: Share
+    """How much of `bf16_flops` the engine's reading of prompts reaches."""
+    hbm_share: Share
+    """How much of `hbm_bytes_per_s` the engine's decoding reaches."""
+    nvlink_share: Share
+    """How much of `nvlink_bytes_per_s` large messages reach."""
+    nic_share: Share
+    """How much of `nic_bytes_per_s` large messages reach."""
+    nvlink_latency_s: Positive
+    """Seconds of one small all-reduce inside a node."""
+    nic_latency_s: Positive
+    """The same over several nodes."""
     deepep_latency_s: Positive = 60e-6
+    """Seconds that DeepEP's dispatch and combine of one layer take in themselves."""
     deepep_token_s: dict[int, Positive] = Field(
         default_factory=lambda: dict(DEEPEP_TOKEN_S), min_length=1
     )
+    """Seconds that they take for each token of a GPU, by expert-parallel size."""
 
     @property
     def hbm_reached_per_s(self) -> float:

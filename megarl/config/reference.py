@@ -96,6 +96,19 @@ def find_key(path: str) -> Key:
     return keys[known]
 
 
+def general_path(path: str) -> str | None:
+    """The path with NAME and N in place of names and numbers; "" is the recipe. None where it leads to no key."""
+    known = ""
+    for part in filter(None, path.split(".")):
+        names = {key.name for key in keys_of(known)}
+        if part not in names:
+            part = next((name for name in (_NAMED, _NUMBERED) if name in names), "")
+        if not part:
+            return None
+        known = f"{known}.{part}".lstrip(".")
+    return known
+
+
 def optional_branch(key: Key) -> str | None:
     """The innermost branch around a key that a recipe may leave out; None where every recipe has them all."""
     sections = key.path.split(".")[:-1]
@@ -268,5 +281,6 @@ def written(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, float):
-        return f"{value:g}"
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""A JSON schema of recipes, for editors: pydantic makes it of the recipe's classes.
+"""JSON schemas of recipes, overlays and hardware files, for editors: pydantic makes them of their classes.
 
 Editors with the YAML language server read it where the first line of a recipe names it. It refuses unknown keys, wrong
 types and values out of range; what depends on several keys only megarl checks.
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.config import Recipe
+from megarl.config.fields import Branch
+from megarl.config.hardware import Hardware
 
 JsonSchema = dict[str, Any]
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -18,14 +20,23 @@ _NULL = {"type": "null"}
 
 def recipe_schema() -> JsonSchema:
     """The schema of a whole recipe."""
-    schema = Recipe.model_json_schema()
+    return _schema_of(Recipe, "A recipe of megarl")
+
+
+def hardware_schema() -> JsonSchema:
+    """The schema of a hardware file."""
+    return _schema_of(Hardware, "The figures of a GPU and its node for megarl")
+
+
+def _schema_of(branch: type[Branch], title: str) -> JsonSchema:
+    schema = branch.model_json_schema()
     for node in _nodes(schema):
         node.pop("title", None)  # it repeats the key
         if "description" in node:
             node["description"] = _unwrapped(node["description"])
         if "patternProperties" in node:
             node["additionalProperties"] = False
-    return {"$schema": _DIALECT, "title": "A recipe of megarl", **schema}
+    return {"$schema": _DIALECT, "title": title, **schema}
 
 
 def overlay_schema() -> JsonSchema:

@@ -1,7 +1,8 @@
 """From the evidence of a run that hangs to one line with the likeliest culprit. Pure.
 
-The rules stand in the order of certainty: what is dead or stopped explains what waits for it, a full object store why
-a call has not arrived, and a rank that is missing from a collective the ranks in it. The last rules say what is slow.
+The rules stand in the order of certainty: a disk or a server of Ray by which the run ends is to blame, what is dead or
+stopped explains what waits for it, a full object store why a call has not arrived, and a rank that is missing from a
+collective the ranks in it. Then come rules for what is slow, and last what a watchdog has said before it ends the run.
 """
 
 from __future__ import annotations
@@ -236,7 +237,16 @@ def _is_still(worker: WorkerEvidence, evidence: Evidence) -> bool:
     return bool(own) and all(process.is_still for process in own)
 
 
+def _certain_verdict(evidence: Evidence) -> str:
+    return evidence.verdict if evidence.is_certain else ""
+
+
+def _verdict(evidence: Evidence) -> str:
+    return evidence.verdict
+
+
 _RULES: Sequence[Callable[[Evidence], str]] = (
+    _certain_verdict,
     _dead_node,
     _stopped,
     _full_store,
@@ -246,6 +256,7 @@ _RULES: Sequence[Callable[[Evidence], str]] = (
     _still_engine,
     _last_of_its_group,
     _still_worker,
+    _verdict,
 )
 
 

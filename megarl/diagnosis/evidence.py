@@ -107,7 +107,10 @@ class NodeEvidence:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that was found. reason: why it was looked for. phase: None between two phases; seconds: of the phase."""
+    """All that was found. reason: why it was looked for. phase: None between two phases; seconds: of the phase.
+
+    verdict: by which the run is about to end, "" where it goes on. is_certain: whether that names what is to blame.
+    """
 
     reason: str
     phase: Phase | None
@@ -115,6 +118,8 @@ class Evidence:
     workers: Sequence[WorkerEvidence]
     processes: Sequence[ProcessEvidence]
     nodes: Sequence[NodeEvidence]
+    verdict: str = ""
+    is_certain: bool = False
 
     @property
     def awaited(self) -> Sequence[WorkerEvidence]:

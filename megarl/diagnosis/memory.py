@@ -17,7 +17,7 @@ _OF_TORCH_ON_CPU = ("DefaultCPUAllocator: can't allocate memory", "not enough me
 # possible cause of every death.
 _IN_TEXT = re.compile(
     r"^.*(OutOfMemoryError|DefaultCPUAllocator: can't allocate memory|CUDA out of memory"
-    r"|out of memory \(|^MemoryError|low on memory|out-of-memory).*$",
+    r"|out of memory \(|^MemoryError|std::bad_alloc|low on memory|out-of-memory).*$",
     re.MULTILINE,
 )
 _EVENTS = Path("/sys/fs/cgroup/memory.events")

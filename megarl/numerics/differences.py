@@ -36,6 +36,8 @@ SPACING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "fp8":
 # weights and inputs of each linear layer are off by some 4 %
 LARGEST_RMS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02, "fp8": 0.3}
 
+_DEPENDENCE = 1.5
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -56,6 +58,17 @@ class Tolerance:
         of_one = SPACING[self.dtype] + SPACING["float32"] * math.sqrt(self.width)
         return min(of_one * math.sqrt(self.operations), LARGEST_RMS[self.dtype])
 
+    def of_tokens(self, values_TF: FloatArray) -> FloatArray:
+        """[T]: what the RMS of each token's differences may be: less than its elements' may, which are many.
+
+        A token that is larger than most may differ by more; half again as much is for errors that are not independent.
+        """
+        num_tokens, num_features = values_TF.shape
+        deviations = math.sqrt(2 * math.log(max(num_tokens, 2))) + 1.0
+        scale_T = _rms(values_TF) + _rms_of_tokens(np.nan_to_num(values_TF))
+        allowed = self.rms * (_DEPENDENCE + deviations / math.sqrt(2 * num_features))
+        return (allowed * scale_T).astype(np.float32)
+
     def of_elements(self, values_TF: FloatArray) -> FloatArray:
         """[T, F]: what each element may differ by: as many normal deviations as the largest of all is expected at.
 
@@ -71,7 +84,8 @@ class Tolerance:
 class Difference:
     """How two outputs of an operation differ.
 
-    largest, rms: relative to the output's RMS. token, feature: where the largest is. ranks: of either side that hold
+    largest, rms: relative to the output's RMS. token, feature: where the largest is. token_rms: of the differences of
+    the token that exceeds what is allowed by most. ranks: of either side that hold
     values which differ; deviating: of either side, the ranks whose own replicas contradict them. experts: of
     the experts' output, those whose tokens differ.
     """
@@ -86,6 +100,8 @@ class Difference:
     feature: int
     num_differing: int
     num_tokens: int
+    token_rms: float = 0.0
+    allowed_token_rms: float = 0.0
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     deviating: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     experts: tuple[int, ...] = ()
@@ -182,7 +198,7 @@ Pair = tuple[list[OutputPart], list[OutputPart]]
 
 
 def _wholes(pair: Pair, tolerance: Tolerance) -> tuple[WholeOutput, WholeOutput, FloatArray]:
-    """Both sides' wholes, and what they may differ by."""
+    """Both sides' wholes, and what their elements may differ by."""
     shape = shape_of(*pair)
     naive = [sum_of_parts(parts, shape) for parts in pair]
     # what an error has made of an output must not widen its own tolerance
@@ -195,13 +211,23 @@ def _wholes(pair: Pair, tolerance: Tolerance) -> tuple[WholeOutput, WholeOutput,
 
 def _difference(key: tuple[int, str], pair: Pair, tolerance: Tolerance) -> Difference:
     ours, theirs, allowed_TF = _wholes(pair, tolerance)
-    differs_TF = exceeds(ours.odd_TF, theirs.odd_TF, allowed_TF)
     difference_TF = np.abs(ours.odd_TF - theirs.odd_TF)
+    smaller_TF = min((ours.values_TF, theirs.values_TF), key=_rms)
+    rms_T = _rms_of_tokens(difference_TF)
+    allowed_T = tolerance.of_tokens(smaller_TF)
+    differs_TF = exceeds(ours.odd_TF, theirs.odd_TF, allowed_TF)
+    # of a token that is wrong as a whole, what is not small in it
+    is_wrong_T: BoolArray = np.greater(rms_T, allowed_T)
+    differs_TF |= is_wrong_T[:, None] & (difference_TF >= rms_T[:, None])
+    worst = int((rms_T / np.maximum(allowed_T, 1e-30)).argmax())
     scale = min(_rms(ours.values_TF), _rms(theirs.values_TF)) or 1.0
     is_known_T = ~np.isnan(difference_TF).all(1)
     # a value that one side alone failed to compute is the worst
     shown_TF = np.where(differs_TF & np.isnan(difference_TF), np.inf, difference_TF)
     shown_TF = np.nan_to_num(shown_TF, nan=-1.0, posinf=np.inf)
+    if differs_TF.any():
+        # what is small everywhere is shown in the token that is wrong as a whole
+        shown_TF = np.where(_any_feature(differs_TF)[:, None], shown_TF, -1.0)
     token, feature = np.unravel_index(int(shown_TF.argmax()), shown_TF.shape)
     ranks = tuple(ranks_in(parts, differs_TF) for parts in pair)
     by_terms = differing_terms(*pair, allowed_TF) if differs_TF.any() else ((), ())
@@ -212,6 +238,8 @@ def _difference(key: tuple[int, str], pair: Pair, tolerance: Tolerance) -> Diffe
         rms=_rms(difference_TF) / scale,
         allowed_largest=float(allowed_TF[token, feature]) / scale,
         allowed_rms=tolerance.rms,
+        token_rms=float(rms_T[worst]) / scale,
+        allowed_token_rms=float(allowed_T[worst]) / scale,
         token=int(token),
         feature=int(feature),
         num_differing=int(differs_TF.any(1).sum()),
@@ -398,6 +426,13 @@ def _fewest(chosen_TE: BoolArray, differs_T: BoolArray, is_suspect_E: BoolArray)
 def _any_feature(is_TF: BoolArray) -> BoolArray:
     """[T]: whether any feature is True."""
     return np.asarray(is_TF.any(axis=1), np.bool_)
+
+
+def _rms_of_tokens(values_TF: FloatArray) -> FloatArray:
+    """[T]: over the features that are known; 0 of a token without any."""
+    is_known_TF = np.isfinite(values_TF)
+    squares_T = np.where(is_known_TF, values_TF, 0.0).astype(np.float64) ** 2
+    return np.sqrt(squares_T.sum(1) / np.maximum(is_known_TF.sum(1), 1)).astype(np.float32)
 
 
 def _rms(values: FloatArray) -> float:

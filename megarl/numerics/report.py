@@ -153,6 +153,11 @@ def _amount(difference: Difference, lengths: Sequence[int]) -> str:
     tokens = f"{difference.num_differing} of {difference.num_tokens} tokens"
     if difference.allowed_rms == 0:  # choices, which are equal or not
         return f"{tokens} go to other experts, {_place(difference, lengths)} first"
+    if difference.largest <= difference.allowed_largest and difference.num_differing:
+        return (
+            f"by {difference.token_rms:.2g} in the mean of a token, in units of the output's RMS, where rounding"
+            f" explains {difference.allowed_token_rms:.1g}; {tokens}, most of all {_place(difference, lengths)}"
+        )
     return (
         f"by {difference.largest:.2g} at most and {difference.rms:.2g} in the mean, in units of the output's RMS,"
         f" where rounding explains {difference.allowed_largest:.1g} and {difference.allowed_rms:.1g};"

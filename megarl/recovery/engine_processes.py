@@ -226,6 +226,8 @@ class EngineProcesses:
         if refusal is None:
             # first: the end of processes that do not answer takes seconds
             self._say(f"{cause}; the engine is started anew")
+        else:
+            self._cluster.tell_hang(cause)
         self._discard(engine)
         if self.weights:
             self.weights.abandon_copies(engine, str(cause))

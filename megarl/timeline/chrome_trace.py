@@ -36,17 +36,23 @@ class ProcessTrace:
 def trace(processes: Sequence[ProcessTrace], facts: Mapping[str, Any]) -> Iterator[str]:
     """The content of the file, JSON, in pieces: a step of many schedulers has millions of events.
 
-    processes: in the order of their rows; facts: of the whole, for a reader of the file.
+    processes: in the order of their rows; facts: of the whole, for a reader of the file. Aligned spans, lanes and
+    arrows are in memory for one process at a time.
     """
-    parts = [part for process in processes for part in _shown(process)]
-    starts = [span.begin_ns for part in parts for span in part.spans]
-    origin_ns = min(starts, default=0)
+    begins = (begin_ns for process in processes for begin_ns in _aligned_begins(process))
+    origin_ns = min(begins, default=0)
     yield '{"traceEvents": ['
     separator = ""
-    for event in _all_events(parts, origin_ns):
-        yield separator + json.dumps(event)
-        separator = ",\n"
-    errors = {part.name: part.error_ns / 1000 for part in parts}
+    errors: dict[str, float] = {}
+    numbers = count(1)
+    flows = count(1)
+    for process in processes:
+        for parts in _shown(process):
+            numbered = [(next(numbers), part) for part in parts]
+            errors |= {part.name: part.error_ns / 1000 for part in parts}
+            for event in _events_of(numbered, origin_ns, flows):
+                yield separator + json.dumps(event)
+                separator = ",\n"
     rest = {"displayTimeUnit": "ms", "otherData": {**facts, "clock_error_us": errors}}
     yield "], " + json.dumps(rest).removeprefix("{")
 
@@ -62,23 +68,29 @@ class _Lane:
 
 @dataclass(frozen=True)
 class _ShownProcess:
-    """A process of the trace. Times are aligned. owner: the number of the process that recorded it."""
+    """A process of the trace. Times are aligned."""
 
     name: str
-    owner: int
     lanes: Sequence[_Lane]
     levels: Sequence[Level]
     error_ns: int
     facts: Mapping[str, Any]
 
-    @property
-    def spans(self) -> Iterator[Span]:
-        for lane in self.lanes:
-            yield from lane.spans
+
+_Numbered = Sequence[tuple[int, _ShownProcess]]  # processes of the trace with their numbers, from 1
 
 
-def _shown(process: ProcessTrace) -> Iterator[_ShownProcess]:
-    """The process itself, then its workers, then its child processes."""
+def _aligned_begins(process: ProcessTrace) -> Iterator[int]:
+    """Of the spans of a process and of its child processes."""
+    for span in process.recording.spans:
+        if span.track != FIRST_TOKENS:
+            yield process.alignment.aligned(span.begin_ns)
+    for child in (process.recording.children or {}).values():
+        yield from _aligned_begins(replace(process, recording=child))
+
+
+def _shown(process: ProcessTrace) -> Iterator[list[_ShownProcess]]:
+    """The process itself with its workers, then each of its child processes with theirs."""
     recording = process.recording
     spans = [
         _aligned(span, process.alignment)
@@ -98,17 +110,17 @@ def _shown(process: ProcessTrace) -> Iterator[_ShownProcess]:
     }
     of_process = _ShownProcess(
         name=process.name,
-        owner=id(recording),
         lanes=_lanes(own),
         levels=levels,
         error_ns=process.alignment.error_ns,
         facts=facts,
     )
-    yield of_process
+    shown = [of_process]
     for track, name in _OF_WORKERS.items():
         if of_track := [span for span in of_workers if span.track == track]:
             full_name = f"{process.name}: {name}"
-            yield replace(of_process, name=full_name, lanes=_lanes(of_track), levels=[])
+            shown.append(replace(of_process, name=full_name, lanes=_lanes(of_track), levels=[]))
+    yield shown
     for name, child in (recording.children or {}).items():
         full_name = f"{process.name}: {name}"
         yield from _shown(replace(process, name=full_name, recording=child))
@@ -170,10 +182,11 @@ def shared_out(spans: Sequence[Span]) -> list[list[Span]]:
     return lanes
 
 
-def _all_events(parts: Sequence[_ShownProcess], origin_ns: int) -> Iterator[Event]:
-    for number, part in enumerate(parts, start=1):
+def _events_of(numbered: _Numbered, origin_ns: int, flows: Iterator[int]) -> Iterator[Event]:
+    """Of the processes of the trace that one process has recorded. flows: numbers of arrows."""
+    for number, part in numbered:
         yield from _events(part, number, origin_ns)
-    yield from _arrows(parts, origin_ns, count(1))
+    yield from _arrows(numbered, origin_ns, flows)
 
 
 def _events(part: _ShownProcess, number: int, origin_ns: int) -> Iterator[Event]:
@@ -228,18 +241,16 @@ def _named(what: str, pid: int, tid: int, args: Mapping[str, Any]) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def _arrows(
-    parts: Sequence[_ShownProcess], origin_ns: int, flows: Iterator[int]
-) -> Iterator[Event]:
+def _arrows(numbered: _Numbered, origin_ns: int, flows: Iterator[int]) -> Iterator[Event]:
     """From each cause that was recorded to what it has caused, of the same process."""
-    places: dict[tuple[int, int], tuple[int, int, Span]] = {}
-    for number, part in enumerate(parts, start=1):
+    places: dict[int, tuple[int, int, Span]] = {}
+    for number, part in numbered:
         for lane in part.lanes:
             for span in lane.spans:
                 if span.number:
-                    places[part.owner, span.number] = (number, _tid(number, lane), span)
-    for (owner, _), (number, tid, span) in places.items():
-        if (source := places.get((owner, span.cause))) is None:
+                    places[span.number] = (number, _tid(number, lane), span)
+    for number, tid, span in places.values():
+        if (source := places.get(span.cause)) is None:
             continue
         from_number, from_tid, of_cause = source
         # an arrow belongs to the span around its time: that of the cause must not be over

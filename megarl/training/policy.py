@@ -63,6 +63,7 @@ from megarl.types.arrays import TokenArrays
 # |engine - trainer| logprob, of the first micro-batches
 REPLAY_DIFF = Statistic("replay/logprob_diff")
 FREE_DIFF = Statistic("replay/logprob_diff_without")  # the same without replay
+_NO_GROUPS: Mapping[int, SampleGroup] = {}
 
 
 class PolicyRank(TrainingRank):
@@ -78,7 +79,6 @@ class PolicyRank(TrainingRank):
         self._merged: MergedWeights | None = None
         # of the updates of the step; None where nothing reads them
         self._row_diffs: list[RowDiffs] | None = None
-        self._groups: Mapping[int, SampleGroup] = {}  # of the step, while it is trained on
         adapters = self._model.adapters
         size = role.lora
         if adapters and size and trains_merged(recipe):
@@ -142,9 +142,7 @@ class PolicyRank(TrainingRank):
             self._row_diffs = []
         else:
             self._row_diffs = None
-        self._groups = call.groups
-        first, *rest = [self.train_step(share, call.lr, loss) for share in shares]
-        self._groups = {}
+        first, *rest = [self.train_step(share, call.lr, loss, call.groups) for share in shares]
         if hyperparameters.old_logprobs == "engine":
             # only the first update's own pass was of the policy that the engine had
             rest = [
@@ -316,9 +314,16 @@ class PolicyRank(TrainingRank):
             }
         )
 
-    def train_step(self, share: UpdateShare, lr: float, loss: Loss) -> Statistics:
+    def train_step(
+        self,
+        share: UpdateShare,
+        lr: float,
+        loss: Loss,
+        groups_by_id: Mapping[int, SampleGroup] = _NO_GROUPS,
+    ) -> Statistics:
         """One optimizer update on this data-parallel rank's micro-batches (as many as on every other rank).
 
+        groups_by_id: that the sequences are of, by which `row_diffs` tells the versions and tokens of their rows.
         The gradient is that of the loss sums over all ranks / denominator. Returns grad_norm (before clipping) and the
         `routing_statistics`, and on the last stage the loss, `policy_statistics` and the loss's statistics,
         over all data-parallel ranks. Raises SilentFault as the guard of updates.
@@ -351,7 +356,7 @@ class PolicyRank(TrainingRank):
             own_sequences = list(compress(sequences, reports))
             reported_logp = list(compress(share.old_logp or own_logp, reports))
             shown = ShownSamples(self._recipe)
-            self._row_diffs.append(row_diffs(own_sequences, reported_logp, self._groups, shown))
+            self._row_diffs.append(row_diffs(own_sequences, reported_logp, groups_by_id, shown))
         self._write_merged()
         return statistics | routing_statistics(
             routing_sums,

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from megarl.algos.losses import (
     DIFF,
     DIFF_MAX,
+    ENGINE_KL,
     EXPLAINED_VARIANCE,
+    FAR,
     RIGHT,
     nll_loss,
     outcome_loss,
@@ -209,6 +211,10 @@ def test_loss_and_gradient_equal_the_slow_loop(
     assert stats[DIFF_MAX].tolist() == pytest.approx(
         [max(diffs, default=0.0), len(diffs)], abs=1e-12
     )
+    gaps = [o - e for o, e, m, s in zip(old, engine, mask, stale, strict=True) if m and not s]
+    kl = sum(min(math.exp(x) - 1 - x, 10.0) for x in gaps)
+    assert stats[ENGINE_KL].tolist() == pytest.approx([kl, len(gaps)], abs=1e-9)
+    assert stats[FAR].tolist() == [sum(not 0.5 <= math.exp(x) <= 2 for x in gaps), len(gaps)]
     num_dropped = sum(mask) - int(of_kept.loss_mask_T.sum())
     assert int(stats[TOKENS]) == sum(mask) - num_dropped
     if hparams.rollout_correction != "off":

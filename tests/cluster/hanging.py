@@ -12,6 +12,7 @@ from megarl.environments.runtime.environment_processes import EnvironmentSetting
 from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.types.conditions import WorkLoad
+from megarl.types.sampling import Sampling
 
 _START_S = 120.0
 _LONG_S = 500.0
@@ -80,3 +81,25 @@ class Sleeper:
 
         while not file.exists():
             time.sleep(0.05)
+
+
+class RealEngine:
+    """SGLang on a tiny model, as the worker of an engine calls it."""
+
+    def __init__(self, model: Path) -> None:
+        from megarl.rollout.sglang.engine import Engine
+        from tests.tiny_engines import tiny_settings
+
+        settings = tiny_settings(model_path=str(model), timeout_s=_START_S)
+        self._engine = Engine(settings, "megarl.rollout.sglang.weight_loader.load")
+
+    async def sample(self) -> None:
+        """For longer than a test looks at it."""
+        await self._engine.generate([3, 7, 15, 8], Sampling(256, 450))
+
+    async def fail(self) -> None:
+        await self._engine.fail()
+
+    async def work_load(self) -> WorkLoad:
+        queue = self._engine.queue
+        return WorkLoad(queue.num_placed, queue.num_waiting)

@@ -14,18 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import pytest
 
-from megarl.cluster import hang_watch, local_ray
+from megarl.cluster import hang_evidence, hang_watch, local_ray
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.hang_watch import HangWatch
 from megarl.cluster.pulses import Pulses
 from megarl.cluster.ray_session import Cluster
 from megarl.device import DEVICE
+from megarl.diagnosis.evidence import SCHEDULER
 from megarl.diagnosis.phases import PhaseClock
+from megarl.diagnosis.stacks import processes_of
+from megarl.disk import has_open_calls, while_answering
 from megarl.tracking.secrets import redacted
+from megarl.types import Silence
 from tests.ray_nodes import RayNodes
+from tests.stalling_disk import stalling_disk
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +42,7 @@ LIMIT_S = 1.0
 BOUND_S = 5.0  # of a silence
 REPORT_S = 60  # for which a test waits; the page's own limits add up to less than 15 s
 PROMISED_S = 15.0  # from a deadline to the line, where the machine has time for it
+FULL_SHARE = 0.9
 PROBE_S = 0.2
 QUIET_SHARE = 0.9  # of a processor, before a report and after it
 
@@ -56,7 +63,9 @@ from pathlib import Path
 import psutil
 from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
+from megarl.diagnosis.evidence import SCHEDULER
 from megarl.diagnosis.phases import PhaseClock
+from megarl.diagnosis.stacks import processes_of
 from megarl.tracking.secrets import redacted
 
 def tell(*words):
@@ -233,27 +242,52 @@ def engines(cluster: Cluster) -> tuple[list[Worker], list[int]]:
 Engines = tuple[list[Worker], list[int]]
 
 
-def test_an_engine_that_a_signal_has_stopped_is_named(
-    watched: Watched, engines: Engines, tmp_path: Path
+def test_an_engine_whose_scheduler_a_signal_has_stopped_is_named_until_it_gives_that_up(
+    watched: Watched, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    workers, (_, pid) = engines
-    calls = {worker.call("wait_for", tmp_path / "end"): worker.name for worker in workers}
-    os.kill(pid, signal.SIGSTOP)
+    """A real engine: it has a page at the deadline of the phase, and another one before its own end."""
+    cluster = watched.cluster
+    monkeypatch.setattr(cluster, "_before_hang", watched.watch.before_end)
+    engine = cluster.worker("engine 7", 0, computes=True)
+    (pid,) = cluster.gather({engine.start("hanging:RealEngine", checkpoint): engine.name})
+    engine.watch("fail")
+    (scheduler,) = [
+        psutil.Process(process.pid)
+        for process in processes_of({pid: engine.name})
+        if process.title == SCHEDULER
+    ]
+    sampled = engine.call("sample")
+    scheduler.suspend()
+    stopped = (
+        f"of engine 7 (pid {scheduler.pid}): a signal has stopped the process (SIGSTOP or Ctrl-Z)"
+    )
     try:
-        page = watched.page_of(calls, "rollout")
+        page = watched.page_of({sampled: engine.name}, "rollout")
+        assert page[0].endswith(stopped)
+        watched.lines.clear()
+        with (
+            watched.clock.phase(1, "rollout"),
+            pytest.raises(
+                WorkerFailed, match=r"engine 7: EngineStandstill: engine scheduler 0 .* was stopped"
+            ),
+        ):
+            cluster.gather({sampled: engine.name})
     finally:
-        os.kill(pid, signal.SIGCONT)
-    assert page[0] == f"engine 1 (pid {pid}): a signal has stopped the process (SIGSTOP or Ctrl-Z)"
-    assert any(f"engine 1 (pid {pid}) on " in line and "does not answer" in line for line in page)
-    assert any("Sleeper.wait_for (tests/cluster/hanging.py:" in line for line in page)
-    (tmp_path / "end").touch()
-    watched.cluster.gather(calls)
+        cluster.end(engine)
+    line = watched.lines[-1]
+    assert line.startswith("HANG: ") and stopped in line
+    last = Path(line.rpartition(" is in ")[2]).read_text()
+    assert last.splitlines()[0].endswith(stopped)
+    assert "this page was made because engine 7: EngineStandstill: " in last
+    assert not scheduler.is_running()
 
 
 def test_a_full_object_store_is_named(watched: Watched, engines: Engines, tmp_path: Path):
     kept = [
         watched.cluster.put(bytes(PART_BYTES - 2**12)) for _ in range(STORE_BYTES // PART_BYTES)
     ]
+    while max(hang_evidence._store_shares().values(), default=0.0) < FULL_SHARE:
+        time.sleep(0.05)  # until Ray has counted them
     worker = engines[0][0]
     call = worker.call("wait_for", tmp_path / "end")
     page = watched.page_of({call: worker.name}, "train")
@@ -308,3 +342,32 @@ def test_a_page_is_written_before_a_silence_ends_the_run(
     assert line.startswith(f"HANG: engine 1 (pid {pids[1]}): a signal has stopped the process")
     for worker in workers:
         cluster.end(worker)
+
+
+def test_a_disk_that_does_not_answer_is_named_on_a_page_elsewhere(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The run's own folder is on it, and the page says in whose function the disk holds this process."""
+    lines: list[str] = []
+    clock = PhaseClock(0.0, 600.0)
+    with stalling_disk(tmp_path / "disk") as disk:
+        watch = HangWatch(clock, disk.path, lines.append, cluster._view, redacted)
+        monkeypatch.setattr(cluster, "_before_hang", watch.before_end)
+        monkeypatch.setattr(hang_watch, "_ELSEWHERE", str(tmp_path))
+        file = disk.path / "weights"
+        disk.stop()
+        with pytest.raises(Silence) as raised, clock.phase(3, "save"):
+            while_answering(lambda: file.write_bytes(b"1"), disk.path, "the checkpoint", 1.0)
+        cluster._write_last_page(raised.value, None)
+        cluster._write_last_page(raised.value, None)
+        disk.go_on()
+        while has_open_calls():
+            time.sleep(0.01)
+    hang, elsewhere = lines
+    problem = f"the disk of {disk.path} has not answered for 1 s while the checkpoint was written"
+    assert hang == f"HANG: {problem}; the rest is in {disk.path}/hangs/step_3_save.txt"
+    (page,) = tmp_path.glob("megarl_hangs_*.txt")
+    assert elsewhere == f"the disk of {disk.path}/hangs does not take the page, which is in {page}"
+    first, _, where, *stacks = page.read_text().splitlines()
+    assert first == problem and where.startswith("in phase save of step 3, ")
+    assert any("write_bytes (pathlib" in line for line in stacks)

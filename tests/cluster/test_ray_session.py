@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -38,6 +39,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TARGET = "test_ray_session:Target"
 PYTHONPATH = f"{ROOT}:{ROOT / 'tests' / 'cluster'}"
+AHEAD_NS = 86_400 * 10**9
+DRIFT = 1000  # one part in so many, more than any quartz has
 BOUND_S = 5.0  # of a silence; the machine may be busy
 
 
@@ -84,8 +87,15 @@ class Target:
         return self.rank + number
 
     def have_another_clock(self) -> None:
-        """As a process of another node, though its times are those of this one."""
+        """As a process of another node, whose clock is of another day and runs fast."""
         recorder._clock = lambda: "another"
+        began_ns = time.monotonic_ns()
+
+        def monotonic_ns() -> int:
+            passed_ns = time.monotonic_ns() - began_ns
+            return began_ns + AHEAD_NS + passed_ns + passed_ns // DRIFT
+
+        recorder.time = SimpleNamespace(monotonic_ns=monotonic_ns)
 
     async def pair(self) -> tuple[int, bytes]:
         return self.rank, bytes(1000)
@@ -394,7 +404,7 @@ def test_a_profile_ends_with_its_step_and_is_missed_where_there_is_none(
 def test_the_clock_of_another_process_is_read_to_within_the_stated_error(
     cluster: Cluster, tmp_path: Path
 ):
-    """All processes of this machine have one, so that the truth is 0."""
+    """All processes of this machine have one, so that the truth is 0; then one of them has another, which drifts."""
     (other,) = [cluster.worker("other", 1)]
     cluster.gather({other.start(TARGET, 1): "other"})
     offset = clock_of(other)
@@ -402,6 +412,8 @@ def test_the_clock_of_another_process_is_read_to_within_the_stated_error(
     assert offset.error_ns > 0 and abs(offset.offset_ns) <= offset.error_ns
 
     ask(cluster, [other], "have_another_clock")
+    offset = clock_of(other)
+    assert offset is not None and abs(offset.offset_ns + AHEAD_NS) < AHEAD_NS // 1000
     said: list[str] = []
     timeline = StepTimeline(cluster, TimelineConfig(steps=(1,)), tmp_path, said.append)
     with timeline.recording(1):
@@ -721,13 +733,17 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(
 # Objects in Ray's store keep Ray from a graceful end: it ends the process that owns them.
 _ONE_SESSION = """
 import os, signal, sys
+from pathlib import Path
 import psutil
 from megarl.cluster.failures import WorkerFailed
 from megarl.cluster.ray_session import Cluster
 from megarl.cluster.supervisor import supervised
+from megarl.diagnosis.phases import PhaseClock
 
 def run():
-    with Cluster(1, say=print) as cluster:
+    session = Cluster(1, say=print)
+    session.watch_phases(PhaseClock(0.0, 600.0), Path(os.environ["MEGARL_TEST"]), str)
+    with session as cluster:
         worker = cluster.worker("rank 0", 0, lambda _: print("it is started anew"))
         cluster.gather({worker.start("test_ray_session:Target", 0): worker.name})
         print("folder", cluster._folder.path, flush=True)
@@ -783,15 +799,21 @@ def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_sessi
     assert killed.is_dir() and killed.stat().st_mode & 0o777 == 0o700
     assert (killed / "ray").is_dir(), "Ray opens its folder to everyone: it must lie inside"
     for server in servers:
-        done = _program(_ONE_SESSION, server, tmp_path / server)
+        folder = tmp_path / server
+        folder.mkdir()
+        done = _program(_ONE_SESSION, server, folder)
         is_agent = server.endswith("Agent")
         how = "has ended, and with it its raylet" if is_agent else "was killed by SIGKILL"
         ended = rf"(megarl: )?Ray's {server} \(pid \d+\) {how}; start the command again.*"
         assert re.fullmatch(ended, done.stdout.splitlines()[-1]), done
+        # by the command, where Ray lets it live for so long, or by its supervisor
+        (page,) = (folder / "hangs").iterdir()
+        cause = done.stdout.splitlines()[-1].removeprefix("megarl: ")
+        assert page.read_text().splitlines()[0] == cause
         assert "it is started anew" not in done.stdout
         assert done.returncode == 1
         assert not _folder(done).exists()
-        assert _left(tmp_path / server) == []
+        assert _left(folder) == []
     assert not killed.exists()
 
 

@@ -28,6 +28,13 @@ def test_keys_of_the_branch_that_is_written_are_offered() -> None:
     assert complete_key("train.lr") == ["train.lr", "train.lr_schedule", "train.lr_end"]
 
 
+def test_keys_under_a_name_of_the_users_own_are_offered() -> None:
+    assert offered("data.eval.aime.p") == ["data.eval.aime.path=", "data.eval.aime.prompt="]
+    assert complete_key("reward.by_source.gsm8k.fun") == ["reward.by_source.gsm8k.function"]
+    assert offered("data.train.0.pa")[0] == "data.train.0.path="
+    assert offered("train.aime.p") == []
+
+
 def test_a_key_that_is_alone_comes_with_its_choices_or_its_default() -> None:
     """One candidate alone would get a space behind it."""
     schedules = ["constant", "linear", "cosine"]

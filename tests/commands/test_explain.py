@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megarl import cli
 from megarl.commands.explain import explained
-from megarl.config.reference import recipe_keys
+from megarl.config.reference import recipe_keys, written
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "sglang", "megatron", "transformers", "matplotlib")
@@ -154,10 +154,17 @@ def test_the_errors_of_the_recipe_are_told() -> None:
     assert (code, out) == (2, "") and "unknown key train.lrr" in err
 
 
-def test_the_schema_is_json_in_both_forms() -> None:
+def test_a_number_has_all_digits_that_tell_it_from_others() -> None:
+    assert (written(0.12345678), written(1e-6), written(1.0)) == ("0.12345678", "1e-06", "1")
+
+
+def test_the_schema_is_json_in_all_forms() -> None:
     whole, overlay = (json.loads(megarl("schema", *more)[1]) for more in ((), ("--overlay",)))
     assert "train" in whole["required"] and "required" not in overlay
     assert whole["properties"].keys() == overlay["properties"].keys()
+    hardware = json.loads(megarl("schema", "--hardware")[1])
+    assert all(key["description"] for key in hardware["properties"].values())
+    assert megarl("schema", "--hardware", "--overlay")[0] == 2
 
 
 @pytest.mark.parametrize("arguments", [("explain", "algorithm"), ("schema",), ("explain",)])

@@ -12,11 +12,12 @@ from jsonschema import Draft202012Validator
 
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.config.schema import overlay_schema, recipe_schema
+from megarl.config.schema import hardware_schema, overlay_schema, recipe_schema
 from megarl.types import UserErrors
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WHOLE = Draft202012Validator(recipe_schema())
+HARDWARE = Draft202012Validator(hardware_schema())
 OVERLAY = Draft202012Validator(overlay_schema())
 
 
@@ -45,6 +46,20 @@ def test_every_recipe_is_taken(path: Path) -> None:
 )
 def test_every_overlay_is_taken(path: Path) -> None:
     assert errors(OVERLAY, written(path)) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((RECIPES / "hardware").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_hardware_file_is_taken_and_its_faults_are_not(path: Path) -> None:
+    figures = written(path)
+    assert errors(HARDWARE, figures) == []
+    (unknown,) = errors(HARDWARE, figures | {"nvlink": 1.0})
+    assert "'nvlink' was unexpected" in unknown
+    assert errors(HARDWARE, figures | {"compute_share": 1.5})
+    assert errors(HARDWARE, figures | {"deepep_token_s": {"8": 1e-6}}) == []
+    del figures["host_bytes"]
+    assert errors(HARDWARE, figures) == ["$: 'host_bytes' is a required property"]
 
 
 def test_an_overlay_is_no_recipe() -> None:

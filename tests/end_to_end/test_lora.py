@@ -87,6 +87,10 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(
         for folder in (policy, policy / "critic")
     )
     assert 0 < of_critic < 1.5 * of_policy, "adapters, a head and their optimizer"
+    run = command.folder / "runs" / "quickstart"
+    compared = launch("--tokens=32", verb="compare-layers", recipe=run)
+    compared.ends_well(300)
+    assert compared.out.startswith("all operations agree "), compared.out
 
 
 @pytest.mark.nightly

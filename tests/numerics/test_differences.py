@@ -105,6 +105,23 @@ def test_what_one_side_alone_recorded_is_left_out() -> None:
     assert not difference.differs and difference.num_tokens == 5
 
 
+def test_one_wrong_token_among_thousands_is_found() -> None:
+    """None of its elements is wrong by itself, and the mean of all tokens hides it."""
+    rng = np.random.default_rng(5)
+    ours_TF = rng.normal(size=(4096, 64)).astype(np.float32)
+    errors_TF = rng.normal(size=ours_TF.shape).astype(np.float32)
+    rounded_TF = ours_TF + errors_TF * SPACING["bfloat16"] / 2
+    assert found([part(ours_TF)], [part(rounded_TF)], "bfloat16") is None
+    rounded_TF[1234] = ours_TF[1234] + 5 * SPACING["bfloat16"] * rng.choice([-1, 1], size=64)
+    difference = found([part(ours_TF)], [part(rounded_TF)], "bfloat16")
+    assert difference and (difference.token, difference.num_differing) == (1234, 1)
+    assert difference.largest < difference.allowed_largest
+    assert difference.rms < difference.allowed_rms
+    side = NamedSide("rank", [""], lambda layer, expert: (0,))
+    line = verdict([difference], (side, side), [4096])
+    assert "in the mean of a token" in line and "most of all token 1234 of sequence 0" in line
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_differs(value: float) -> None:
     for ours, theirs in (([part(wrong(value))], [part()]), ([part()], [part(wrong(value))])):

@@ -57,6 +57,10 @@ class Cluster:
         self.dies: dict[str, int] = {}
         self.calls: list[tuple[str, str]] = []
         self.loss_log = Losses()
+        self.told: list[tuple[str, int]] = []
+
+    def tell_hang(self, cause: Exception) -> None:
+        self.told.append((str(cause), len(self.ended)))
 
     def worker(self, name: str, slot: int, on_loss: object, *, computes: bool) -> Worker:
         self.workers.append(Worker(name))
@@ -264,8 +268,11 @@ def test_a_start_that_fails_is_repeated_as_often_as_restarts_allow(
     run.cluster.dies = {"engine 0": 1}
     run.processes.restore()
     assert run.states[0] == "empty" and run.processes.num_lost == 2
+    assert run.cluster.told == [], "the run goes on"
+    num_ended = len(run.cluster.ended)
     with pytest.raises(WorkerFailed, match=r"died; it was lost more than 2 times \(run.restarts\)"):
         run.lose(0)
+    assert run.cluster.told == [(str(DEATH), num_ended)], "before its processes are gone"
 
 
 def test_without_restarts_the_first_loss_ends_the_run(

@@ -11,6 +11,7 @@ import pytest
 from megarl.types.losses import Loss
 from tests.report.browser import PHONE, WIDE, needs_chromium, opened
 from tests.report.runs import SAMPLE, a_run, add_record, add_samples, page_of
+from tests.tracking.test_health import RECORDED
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -209,3 +210,17 @@ def test_losses_that_cannot_be_read_are_not_said_to_be_none(tmp_path: Path) -> N
         losses = page.run("return document.getElementById('losses').textContent")
         assert "losses.jsonl cannot be read" in losses
         assert page.errors() == []
+
+
+def test_the_first_section_of_a_sick_runs_page_names_the_illness_and_the_key(
+    tmp_path: Path,
+) -> None:
+    """Of the quickstart with a learning rate a hundred times too high, as it was recorded."""
+    folder = a_run(tmp_path)
+    records = RECORDED / "lr_times_100.jsonl"
+    (folder / "metrics.jsonl").write_bytes(records.read_bytes())
+    with opened(page_of(folder, out=tmp_path / "page.html"), tmp_path) as page:
+        first = page.run("return document.querySelector('main section').innerText")
+        assert page.errors() == []
+    assert "every sample has the reward 0" in first
+    assert "train.lr (0.1) is probably too high, try a tenth of it" in first

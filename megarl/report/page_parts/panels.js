@@ -54,6 +54,8 @@ const LEARNING = [
 ];
 const ENGINE_AND_TRAINER = [
   ["Difference of log-probabilities, nats a token", ["rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/logprob_diff_engine_max"], "log"],
+  ["KL of the engine from the trainer, nats a token", ["rollout/logprob_kl"], "log"],
+  ["Share of tokens with a ratio beyond 0.5 and 2", ["rollout/ratio_far_share"]],
   ["By age of the token, in versions of the weights", [/^rollout\/logprob_diff_age_/], "log"],
   ["By turn of the episode", [/^rollout\/logprob_diff_turn_/], "log"],
   ["By cause, where routing is replayed", ["replay/logprob_diff", "replay/logprob_diff_without"], "log"],

@@ -24,6 +24,7 @@ from megarl.types import ProcessLost, Silence
 
 Result = TypeVar("Result")
 _LOG_LINES = 30
+_LOOKED_AT_S = 20.0  # for which schedulers that hang are left to a look at their stacks
 _PRELOAD = "megarl.rollout.sglang.preload"  # what the schedulers of a CPU share
 # of the engine's temporary folder, which lies in the run's own if there is a run
 PREFIX = "megarl-engine-"
@@ -203,6 +204,8 @@ class Host:
         ]
         while not (ended := connection.wait(waited, self._standstill.period_s)):
             if self._look():
+                # whoever is told of it looks at them first, and then ends this process
+                ended = connection.wait([self._stop_reader], _LOOKED_AT_S)
                 break
         if self._stop_reader in ended:
             return

@@ -123,6 +123,14 @@ class EngineLayerRecorder(ModuleRecorder):
         linear = getattr(module, "base_layer", module)
         if linear.tp_size == 1:
             self._see(number, operation, first_tensor(output))
+        own_sum = linear.tp_rank, linear.tp_rank + 1, linear.tp_size
+        if getattr(module, "lora_active", False):
+            # an adapter in SGLang's slot adds to the sum of a rank, not to each of its terms
+            if linear.tp_size > 1:
+                values = linear.quant_method.apply(linear, inputs[0], bias=None)
+                values = module.apply_lora(values, inputs[0])
+                self._see(number, operation, values, terms=own_sum)
+            return
         own_terms = self._num_terms // linear.tp_size
         weight = linear.weight
         is_plain = weight.shape[-1] == inputs[0].shape[-1] and weight.dtype == inputs[0].dtype
@@ -137,9 +145,8 @@ class EngineLayerRecorder(ModuleRecorder):
                 num_terms=self._num_terms,
             )
         elif linear.tp_size > 1:
-            terms = linear.tp_rank, linear.tp_rank + 1, linear.tp_size
             values = linear.quant_method.apply(linear, inputs[0], bias=None)
-            self._see(number, operation, values, terms=terms)
+            self._see(number, operation, values, terms=own_sum)
 
     def _see_choices(self, number: int, gate: Any, _: Any, inputs: Any, output: Any) -> None:
         """As [tokens, experts]: whether each is chosen, and its share of the token's weights."""

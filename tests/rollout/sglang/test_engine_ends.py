@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,12 +16,17 @@ import psutil
 import pytest
 import zmq.asyncio
 
+from megarl.cluster.failures import WorkerFailed, reported
 from megarl.cluster.session_folder import remove_dead
+from megarl.commands.memory_report import with_memory_report
+from megarl.device import DEVICE
+from megarl.diagnosis.phases import Phase
 from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.rollout.sglang.host import PREFIX
 from megarl.rollout.sglang.loop_counts import PEERS_S
 from megarl.types.sampling import Sampling
 from tests.leftovers import gone, left_since, shared_files
+from tests.plan import recipes
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +80,26 @@ def test_a_killed_scheduler_is_named_to_who_waits_and_to_who_comes(
     asyncio.run(kill_while_waiting())
     engine.shutdown()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's memory has no limit of a process")
+def test_an_engine_that_runs_out_of_memory_is_named_in_the_report(
+    build_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """By a limit of its scheduler's address space, which the log of the scheduler tells."""
+    engine = build_engine(1, 1)
+    asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
+    (pid,) = engine.pids()
+    limit = psutil.Process(pid).memory_info().vms + 2**21
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+    with pytest.raises(EngineError) as caught:
+        asyncio.run(asyncio.wait_for(engine.generate(PROMPT * 50, Sampling(64, 100)), 60))
+    failed = reported("engine 0", caught.value)
+    assert isinstance(failed, WorkerFailed)
+    recipe = recipes.small(tmp_path, "placement.hardware=null")
+    told = with_memory_report(recipe, failed, Phase(3, "rollout", 0.0), kernel_kills=0)
+    assert str(told).startswith("engine 0 ran out of memory in phase rollout of step 3: "), failed
+    assert "; lower mem_fraction_static in rollout.engine.sglang, or set " in str(told)
 
 
 def test_a_scheduler_that_stays_in_one_round_is_named(build_engine: Callable[..., Engine]) -> None:
