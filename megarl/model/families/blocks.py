@@ -103,7 +103,8 @@ class Modules(NamedTuple):
 
 ATTENTION = Modules("self_attn.", "self_attention.", "self_attn.")
 MLP = Modules("mlp.", "mlp.", "mlp.")
-FC1, FC2 = "linear_fc1.weight", "linear_fc2.weight"
+FC1 = "linear_fc1.weight"
+FC2 = "linear_fc2.weight"
 
 
 def bias_of(weight: str) -> str:
@@ -127,7 +128,9 @@ def with_biases(
 @cache
 def attention(shape: ModelShape, at: Modules = ATTENTION) -> Block:
     """Grouped-query attention, with norms of each head's queries and keys, and biases, where the shape has them."""
-    heads, groups, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    heads = shape.num_heads
+    groups = shape.num_kv_heads
+    width = shape.head_dim
     q = rows("q_proj.weight", heads, width, shape.hidden_size)
     k = rows("k_proj.weight", groups, width, shape.hidden_size)
     v = rows("v_proj.weight", groups, width, shape.hidden_size)
@@ -159,7 +162,9 @@ def attention(shape: ModelShape, at: Modules = ATTENTION) -> Block:
 @cache
 def latent_attention(shape: ModelShape, at: Modules = ATTENTION) -> Block:
     """Multi-head latent attention (DeepSeek-V2, section 2.1); queries with a rank of their own, or without."""
-    mla, heads, hidden = shape.mla, shape.num_heads, shape.hidden_size
+    mla = shape.mla
+    heads = shape.num_heads
+    hidden = shape.hidden_size
     assert mla is not None
     kv_a = rows("kv_a_proj_with_mqa.weight", 1, mla.kv_lora_rank + mla.rope_dim, hidden)
     kv_norm = vector("kv_a_layernorm.weight", mla.kv_lora_rank)
@@ -185,15 +190,18 @@ def latent_attention(shape: ModelShape, at: Modules = ATTENTION) -> Block:
         ],
     )
     # SGLang has the down projections first, then the norms, then what ranks cut.
-    (*down, query), (kv_down, norm, *rest) = queries.sglang, own.sglang
+    (*down, query) = queries.sglang
+    (kv_down, norm, *rest) = own.sglang
     in_order = (*down[:1], kv_down, *down[1:], norm, query, *rest)
     return Block(queries.tensors + own.tensors, queries.megatron + own.megatron, in_order)
 
 
 def _latent_queries(shape: ModelShape, at: Modules) -> Block:
-    mla, hidden = shape.mla, shape.hidden_size
+    mla = shape.mla
+    hidden = shape.hidden_size
     assert mla is not None
-    width, rank = mla.nope_dim + mla.rope_dim, mla.q_lora_rank
+    width = mla.nope_dim + mla.rope_dim
+    rank = mla.q_lora_rank
     if not rank:
         q = rows("q_proj.weight", shape.num_heads, width, hidden)
         return at.block(
@@ -316,12 +324,16 @@ def _shared_gate(shape: ModelShape, names: Experts, at: Modules) -> Block:
 
 def _routed(shape: ModelShape, names: Experts, at: Modules) -> Block:
     """Megatron has a stack of linear_fc1 and one of linear_fc2, SGLang w13_weight and w2_weight of all experts."""
-    items, hidden, width = shape.num_experts, shape.hidden_size, shape.moe_ffn_size
+    items = shape.num_experts
+    hidden = shape.hidden_size
+    width = shape.moe_ffn_size
     stack = f"{names.experts}.{STACK}."
     gate, up = (rows(f"{stack}{kind}.weight", width, 1, hidden, items) for kind in names.kinds[:2])
     down = cols(f"{stack}{names.kinds[2]}.weight", width, 1, hidden, items)
-    w13, w2 = "experts.w13_weight", "experts.w2_weight"
-    fc1, fc2 = "experts.linear_fc1", "experts.linear_fc2"
+    w13 = "experts.w13_weight"
+    w2 = "experts.w2_weight"
+    fc1 = "experts.linear_fc1"
+    fc2 = "experts.linear_fc2"
     return at.block(
         tensors=[gate.tensor, up.tensor, down.tensor],
         megatron=[
