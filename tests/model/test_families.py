@@ -170,7 +170,7 @@ def test_a_family_of_a_user_computes_what_transformers_does(
     (own, *_) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "my_mixtral.py").write_text(own)
     monkeypatch.syspath_prepend(str(tmp_path))
-    fields = checkpoints_of_families.COMMON | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    fields = dict(checkpoints_of_families.COMMON, num_local_experts=8, num_experts_per_tok=2)
     MixtralForCausalLM(MixtralConfig(**fields)).save_pretrained(tmp_path)
     plain = recipe(tmp_path, TrainLayout(2, 1, 1, 2))
     model_keys = plain.model.model_copy(update={"family": "my_mixtral:MIXTRAL"})
