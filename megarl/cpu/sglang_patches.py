@@ -43,6 +43,7 @@ def patch_sglang() -> None:
     """The patches of SGLang's own modules; run in a scheduler before its model is built."""
     skip_remote_experts()
     use_latent_cache()
+    turn_without_yarn()
     pad_idle_groups()
     scatter_without_nccl()
     keep_memory_unpinned()
@@ -239,6 +240,25 @@ def use_latent_cache() -> None:
     attention_backend_handler.AttentionBackendRegistry.register(
         "torch_native", lambda *_: AttnForwardMethod.MLA
     )
+
+
+def turn_without_yarn() -> None:
+    """Give latent attention the rotary positions of other attention where a model has no YaRN.
+
+    SGLang's function for CPU knows YaRN alone.
+    """
+    from sglang.srt.layers.rotary_embedding import factory
+
+    with_yarn = factory.get_rope_cpu
+
+    def get_rope_cpu(*arguments: Any) -> Any:
+        *of_any_device, _ = arguments
+        rope_scaling = of_any_device[5]
+        if rope_scaling is None:
+            return factory.get_rope(*of_any_device)
+        return with_yarn(*arguments)
+
+    factory.get_rope_cpu = get_rope_cpu
 
 
 def pad_idle_groups() -> None:

@@ -80,6 +80,17 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "moonlight": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **GLM,
+            "q_lora_rank": None,
+            "rope_parameters": None,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "glm4-moe": ("Glm4Moe", {**GLM, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "glm4-moe without norms": (
         "Glm4Moe",
@@ -134,7 +145,7 @@ def write(
     _randomise(model)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if family == "deepseek-v3":
+    if name == "DeepseekV3":
         config |= DEEPSEEK_FIELDS
     if "n_routed_experts" in config:
         config |= {"num_nextn_predict_layers": mtp_layers}

@@ -34,6 +34,8 @@ CASES = {
         "qwen3-moe",
         EngineLayout(1, 2, 1, dp=2, whole_dense=True, group_head=True),
     ),
+    "moonlight tp2": ("moonlight", EngineLayout(1, 2, 1)),
+    "glm4-moe-lite tp2": ("glm4-moe-lite", EngineLayout(1, 2, 1)),
     "glm4-moe tp2": ("glm4-moe", EngineLayout(1, 2, 1)),
     "qwen3, tied, tp2": ("qwen3", EngineLayout(1, 2, 1)),
     "qwen2 tp2": ("qwen2", EngineLayout(1, 2, 1)),
