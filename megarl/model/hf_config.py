@@ -221,7 +221,7 @@ def _facts(config: ConfigFile, family: Family) -> HfFacts:
     with_theta = replace(config, content={**config.content, **rope.content})
     _refuse_routing(config, family)
     dtype = str(config.content.get("torch_dtype") or config.content.get("dtype"))
-    return HfFacts(
+    usual = HfFacts(
         rms_norm_eps=config.number("rms_norm_eps", 1e-6, most=1.0),
         rope_theta=with_theta.number("rope_theta", 10_000.0, most=1e12),
         norm_topk_prob=config.truth("norm_topk_prob"),
@@ -234,6 +234,7 @@ def _facts(config: ConfigFile, family: Family) -> HfFacts:
         dtype=dtype if dtype in _WIDER else HfFacts.dtype,
         quantisation=quantisation(config),
     )
+    return replace(usual, **family.facts(config))
 
 
 def _rotary_share(config: ConfigFile, family: Family) -> float:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megarl.model.families.blocks import Layer, usual_layer
 from megarl.model.families.mtp_frame import MtpFrame
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import MlaShape, ModelShape
 
+Lacking = Literal["dp", "group_head", "deepep"]
 _MLA_INTEGERS = {  # MlaShape's field -> the key of config.json
     "kv_lora_rank": "kv_lora_rank",
     "nope_dim": "qk_nope_head_dim",
     "rope_dim": "qk_rope_head_dim",
     "v_dim": "v_head_dim",
 }
+
+
+def no_facts(config: ConfigFile) -> dict[str, Any]:
+    """All fields of HfFacts have the usual keys."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,9 @@ class Family:
     what rotary positions turn where config.json has no partial_rotary_factor; None: the family turns all of it.
     own_keys: the keys that `read` reads, and that other families have with one value alone. splits_shared: SGLang
     splits the shared experts over all ranks, but with DeepEP, whatever its environment says (SGLANG_SHARED_EXPERT_TP1).
+    facts: the fields of HfFacts that config.json says by other keys. engine_lacks: what SGLang has not for it: DP
+    attention, an output layer for each group of it, DeepEP. has_wide_norms: queries and keys are normalised over all
+    heads at once.
     """
 
     architecture: str
@@ -51,6 +60,9 @@ class Family:
     rotary_share: float | None = None
     own_keys: frozenset[str] = frozenset()
     splits_shared: bool = False
+    facts: Callable[[ConfigFile], dict[str, Any]] = no_facts
+    engine_lacks: frozenset[Lacking] = frozenset()
+    has_wide_norms: bool = False
 
 
 def read_dense(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
