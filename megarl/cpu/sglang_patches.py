@@ -44,6 +44,8 @@ def patch_sglang() -> None:
     skip_remote_experts()
     use_latent_cache()
     turn_without_yarn()
+    norm_all_heads()
+    gate_shared_experts()
     pad_idle_groups()
     scatter_without_nccl()
     keep_memory_unpinned()
@@ -259,6 +261,24 @@ def turn_without_yarn() -> None:
         return with_yarn(*arguments)
 
     factory.get_rope_cpu = get_rope_cpu
+
+
+def norm_all_heads() -> None:
+    """Use the torch code of MiniMax-M2's norms, in whose place SGLang calls one kernel for both."""
+    from sglang.srt.models import minimax_m2
+
+    norms: Any = minimax_m2.MiniMaxM2QKRMSNorm
+    norms.forward = lambda self, q, k: (self._q_norm(q), self._k_norm(k))
+
+
+def gate_shared_experts() -> None:
+    """Gate Qwen2-MoE's shared experts by torch's operations, in whose place SGLang calls a kernel of Triton."""
+    from sglang.srt.models import qwen2_moe
+
+    def add(hidden: Tensor, gate_weight_H: Tensor, shared: Tensor, total: Tensor) -> None:
+        total += F.linear(hidden, gate_weight_H[None]).sigmoid() * shared
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = add
 
 
 def pad_idle_groups() -> None:

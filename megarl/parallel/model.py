@@ -36,6 +36,7 @@ from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Router, Routing
 from megarl.parallel.shared_rows import follow_positions
+from megarl.parallel.wide_norm import use_wide_norms
 from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from megarl.types.tensors import ModelChunks
@@ -282,6 +283,8 @@ def build_chunks(
             shape.is_dense(layer) for layer in layout.layers(stage, shape.num_layers, chunk)
         ]
         block, mtp = _specs(config, is_dense, routing, with_mtp=last and shape.num_mtp_layers > 0)
+        if family_of(shape).has_wide_norms:
+            use_wide_norms(config, block.layer_specs)
         model = Chunk(
             config=config,
             transformer_layer_spec=block,

@@ -30,10 +30,13 @@ from tests.parallel.precision import within
 from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, run_ranks, run_world
 
 SPARSE, DENSE = (
-    ("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen2-moe"),
+    (
+        *("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite"),
+        *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe"),
+    ),
     ("qwen3", "qwen2", "llama"),
 )
-GLM = ("glm4-moe", "glm4-moe without norms", "glm4-moe-lite")
+OTHER_SPARSE = (*SPARSE[2:], "glm4-moe without norms")
 # of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
 EVERY_LAYOUT = {
     "one rank": TrainLayout(1, 1, 1, 1),
@@ -53,7 +56,7 @@ DENSE_LAYOUTS = {"kv heads < tp4": TrainLayout(4, 4, 1, 1), "tp2 pp2": TrainLayo
 BY_DAY = [(family, "kv heads < tp4") for family in DENSE]
 BY_DAY += [("qwen3", "uneven vpp2"), ("qwen3-moe", "uneven vpp2")]
 BY_DAY += [("glm4-moe", "tp2 pp2 ep2"), ("glm4-moe-lite", "tp2 pp2 ep2")]
-BY_DAY += [("qwen2-moe", "tp2 pp2 ep2")]
+BY_DAY += [("hy-v3", "tp2"), ("mixtral", "ep2")]
 CASES = [
     pytest.param(
         family,
@@ -154,7 +157,7 @@ def check_logprobs(path: Path, expected: list[np.ndarray]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", (*DENSE, *GLM, "qwen2-moe"))
+@pytest.mark.parametrize("family", (*DENSE, *OTHER_SPARSE))
 def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     """On one rank, which every layout equals (tests/parallel); of the other sparse families test_reference.py."""
     path = write(tmp_path, family)

@@ -38,6 +38,35 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("minimax-m2", {"use_qk_norm": None}, "use_qk_norm is None"),
+        ("minimax-m2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'"),
+        ("minimax-m2", {"rotary_dim": 130}, "rotary_dim is 130, and head_dim 128"),
+        ("minimax-m2", {"rotary_dim": None}, "rotary_dim is missing"),
+        ("hy-v3", {"route_norm": None}, "route_norm is not true"),
+        ("mixtral-8x7b", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("mixtral-8x7b", {"head_dim": 64}, "head_dim is 64"),
+        (
+            "qwen1.5-moe-a2.7b",
+            {"shared_expert_intermediate_size": 5000},
+            "no multiple of moe_inter",
+        ),
+        ("qwen1.5-moe-a2.7b", {"qkv_bias": False}, "qkv_bias is false"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(
+    tmp_path: Path, name: str, change: dict[str, Any], problem: str
+) -> None:
+    file = Path(__file__).parents[1] / "published" / f"{name}.json"
+    path = write(tmp_path, json.loads(file.read_text()))
+    hf_facts(path)
+    write(tmp_path, json.loads(file.read_text()) | change)
+    with pytest.raises(UserError, match=problem):
+        hf_facts(path)
+
+
 def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "num_experts"} | {
         "num_local_experts": 4
@@ -48,7 +77,7 @@ def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),

@@ -12,7 +12,10 @@ from megarl.model.families.deepseek_v3 import DEEPSEEK_V3
 from megarl.model.families.family import Family
 from megarl.model.families.glm4_moe import GLM4_MOE
 from megarl.model.families.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.model.families.hy_v3 import HY_V3
 from megarl.model.families.llama import LLAMA
+from megarl.model.families.minimax_m2 import MINIMAX_M2
+from megarl.model.families.mixtral import MIXTRAL
 from megarl.model.families.qwen2 import QWEN2
 from megarl.model.families.qwen2_moe import QWEN2_MOE
 from megarl.model.families.qwen3 import QWEN3
@@ -22,7 +25,10 @@ from megarl.types import UserError
 from megarl.types.named_objects import load_object
 
 KEY = "model.family"
-_ROWS = QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, QWEN2_MOE, QWEN2, QWEN3, LLAMA
+_ROWS = (
+    *(QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, HY_V3, QWEN2_MOE, MIXTRAL),
+    *(QWEN2, QWEN3, LLAMA),
+)
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ROWS}
 
 

@@ -21,6 +21,8 @@ def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     if rest or not number:
         hint = "use a checkpoint where it is a multiple of moe_intermediate_size"
         raise config.error(f"{key} is {config.integer(key)}", hint)
+    if not config.content.get("qkv_bias", True):
+        raise config.error("qkv_bias is false", "use a checkpoint where it is true")
     return {**read_heads(config, common), **sizes, "num_shared_experts": number}
 
 
