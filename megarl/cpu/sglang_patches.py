@@ -43,6 +43,9 @@ def patch_sglang() -> None:
     """The patches of SGLang's own modules; run in a scheduler before its model is built."""
     skip_remote_experts()
     use_latent_cache()
+    turn_without_yarn()
+    norm_all_heads()
+    gate_shared_experts()
     pad_idle_groups()
     scatter_without_nccl()
     keep_memory_unpinned()
@@ -239,6 +242,43 @@ def use_latent_cache() -> None:
     attention_backend_handler.AttentionBackendRegistry.register(
         "torch_native", lambda *_: AttnForwardMethod.MLA
     )
+
+
+def turn_without_yarn() -> None:
+    """Give latent attention the rotary positions of other attention where a model has no YaRN.
+
+    SGLang's function for CPU knows YaRN alone.
+    """
+    from sglang.srt.layers.rotary_embedding import factory
+
+    with_yarn = factory.get_rope_cpu
+
+    def get_rope_cpu(*arguments: Any) -> Any:
+        *of_any_device, _ = arguments
+        rope_scaling = of_any_device[5]
+        if rope_scaling is None:
+            return factory.get_rope(*of_any_device)
+        return with_yarn(*arguments)
+
+    factory.get_rope_cpu = get_rope_cpu
+
+
+def norm_all_heads() -> None:
+    """Use the torch code of MiniMax-M2's norms, in whose place SGLang calls one kernel for both."""
+    from sglang.srt.models import minimax_m2
+
+    norms: Any = minimax_m2.MiniMaxM2QKRMSNorm
+    norms.forward = lambda self, q, k: (self._q_norm(q), self._k_norm(k))
+
+
+def gate_shared_experts() -> None:
+    """Gate Qwen2-MoE's shared experts by torch's operations, in whose place SGLang calls a kernel of Triton."""
+    from sglang.srt.models import qwen2_moe
+
+    def add(hidden: Tensor, gate_weight_H: Tensor, shared: Tensor, total: Tensor) -> None:
+        total += F.linear(hidden, gate_weight_H[None]).sigmoid() * shared
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = add
 
 
 def pad_idle_groups() -> None:

@@ -20,12 +20,26 @@ class MlaShape:
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """Gated DeltaNet (Yang et al., 2024): its heads, their widths, and the width of its convolution.
+
+    full_every: each layer whose number, counted from 1, is a multiple of it has attention in its place.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    full_every: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The integers of a HF `config.json` that layouts and weight maps are computed from.
 
     A dense model has no experts and num_dense_layers == num_layers. With `mla`, num_kv_heads and head_dim mean nothing.
-    has_wide_router: SGLang's model has the routers' weights in float32. splits_shared: it splits the shared experts
-    over all ranks, but with DeepEP, whatever its environment says (SGLANG_SHARED_EXPERT_TP1).
+    family: the name of the model's row in megarl.model.families, which has all that is no size.
     """
 
     num_layers: int
@@ -41,24 +55,15 @@ class ModelShape:
     ffn_size: int = 0  # of a dense layer
     num_shared_experts: int = 0  # one MLP of num_shared_experts x moe_ffn_size
     router_bias: bool = False  # e_score_correction_bias
-    has_wide_router: bool = False
-    splits_shared: bool = False
     qk_norm: bool = True
     qkv_bias: bool = False
     tied: bool = False  # lm_head is embed_tokens
     # multi-token prediction layers, numbered after the decoder's in the checkpoint
     num_mtp_layers: int = 0
     mla: MlaShape | None = None
+    delta: DeltaShape | None = None  # of the layers with linear attention
     num_labels: int = 0  # scores of each token in place of the vocabulary's logits
-    # a row of ATTENTION in the weight maps; with `mla` it is "latent"
-    attention: str = "grouped_query"
-
-    @property
-    def attention_map(self) -> str:
-        """The row of ATTENTION in each weight map."""
-        if self.mla:
-            return "latent"
-        return self.attention
+    family: str = "Qwen3MoeForCausalLM"
 
     @property
     def num_sparse_layers(self) -> int:
@@ -68,3 +73,9 @@ class ModelShape:
     def is_dense(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""
         return layer < self.num_dense_layers
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether layer `layer`, numbered as in `is_dense`, has linear attention; MTP layers have none."""
+        if self.delta is None or layer >= self.num_layers:
+            return False
+        return (layer + 1) % self.delta.full_every != 0

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.device import DEVICE
+from megarl.model.families import family_of
 from megarl.model.hf_config import HfFacts
 from megarl.model.lora_pairs import is_factor
 from megarl.model.shape import MlaShape, ModelShape
@@ -35,6 +36,7 @@ from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Router, Routing
 from megarl.parallel.shared_rows import follow_positions
+from megarl.parallel.wide_norm import use_wide_norms
 from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from megarl.types.tensors import ModelChunks
@@ -101,6 +103,7 @@ def _fixed_fields(
         "moe_router_bias_update_rate": router_bias_rate,
         **(latent_fields(shape.mla, facts) if shape.mla else {}),
         **_layout_fields(shape, layout),
+        **family_of(shape).megatron,
         "variable_seq_lengths": True,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -280,6 +283,8 @@ def build_chunks(
             shape.is_dense(layer) for layer in layout.layers(stage, shape.num_layers, chunk)
         ]
         block, mtp = _specs(config, is_dense, routing, with_mtp=last and shape.num_mtp_layers > 0)
+        if family_of(shape).has_wide_norms:
+            use_wide_norms(config, block.layer_specs)
         model = Chunk(
             config=config,
             transformer_layer_spec=block,

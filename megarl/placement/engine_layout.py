@@ -6,6 +6,7 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
+from megarl.model.families import family_of
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import divisors, nearest
@@ -68,7 +69,7 @@ class EngineLayout:
 
     def shared_ranks(self, shape: ModelShape) -> int:
         """Ranks that split the shared experts."""
-        is_whole = self.deepep or (self.whole_shared and not shape.splits_shared)
+        is_whole = self.deepep or (self.whole_shared and not family_of(shape).splits_shared)
         return 1 if is_whole else self.tp
 
     def member(self, slot: int) -> tuple[int, int] | None:
@@ -105,6 +106,7 @@ class EngineLayout:
                 problem = f"{size} does not divide rollout.engine.tp ({self.tp})"
                 yield UserError(f"rollout.engine.{key}", problem, hint)
         yield from self._dp_errors()
+        yield from self._class_errors(shape)
         yield from self._draft_errors(shape)
         if self.dp > 1 and not shape.num_experts:
             problem = f"{self.dp}: SGLang has DP attention for models with experts alone"
@@ -134,6 +136,18 @@ class EngineLayout:
             problem = "deepep needs DP attention, whole dense layers, and experts that are not split inside"
             hint = f"set rollout.engine.ep to {self.tp}, dp to 2 or more and dense to whole, or experts to gather"
             yield UserError("rollout.engine.experts", problem, hint)
+
+    def _class_errors(self, shape: ModelShape) -> ErrorIterator:
+        """Errors of what SGLang's class of the family lacks."""
+        lacks = family_of(shape).engine_lacks
+        of = f"SGLang's {shape.family} has no"
+        if self.dp > 1 and "dp" in lacks:
+            yield UserError("rollout.engine.dp", f"{self.dp}: {of} DP attention", "set it to 1")
+        if self.deepep and "deepep" in lacks:
+            yield UserError("rollout.engine.experts", f"{of} DeepEP", "set it to gather")
+        if self.group_head and "group_head" in lacks:
+            problem = f"group: {of} output layer for each group"
+            yield UserError("rollout.engine.head", problem, "set it to engine")
 
     def _draft_errors(self, shape: ModelShape) -> list[UserError]:
         """A model that SGLang cannot draft for: it needs one multi-token prediction (MTP) layer, with experts."""

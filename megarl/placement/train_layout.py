@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from megarl.model.families import family_of
 from megarl.model.shape import ModelShape
 from megarl.types import UserError
 from megarl.types.listed import ErrorIterator, listed
@@ -178,6 +179,9 @@ class TrainLayout:
         kv_heads = shape.num_kv_heads
         if shape.mla or kv_heads % self.tp == 0:
             return problems
+        if family_of(shape).has_wide_norms:
+            what = "as the norm over all of them needs"
+            return [*problems, f"does not divide the key/value heads ({kv_heads}), {what}"]
         # cut inside a group of heads (attention.py)
         fused = (shape.num_heads + 2 * kv_heads) * shape.head_dim
         if self.tp % kv_heads:

@@ -9,13 +9,15 @@ from megarl.checkpoints import peft
 from megarl.config import EngineConfig, Recipe
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
+from megarl.model.tensors import STACK
 from megarl.placement.roles import Role, Roles, trains_merged
-from megarl.resharding.lora_map import TARGETS, targets_of
+from megarl.resharding.lora_map import TARGETS, adapted_weights, targets_of
 from megarl.resharding.lora_slots import MLP, modules, unknown_modules
 from megarl.types import UserError
 from megarl.types.listed import ErrorIterator, Errors, listed
 
 _MERGED = "set lora.sync to merged"
+_EVERYTHING = LoraSize(rank=1, expert_rank=1, alpha=1.0, targets=())
 # Of train.megatron: options under which a layer's input or output has another parallel state, or that were not tried.
 _MEGATRON = (
     "moe_shared_expert_overlap",
@@ -145,6 +147,10 @@ def _target_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> 
             )
     if recipe.lora and recipe.lora.experts and shape and not shape.num_experts:
         yield UserError("lora.experts", "the model has no experts", "leave lora.experts out")
+    has_own_names = shape and not any(STACK in name for name in adapted_weights(shape, _EVERYTHING))
+    if shape and shape.num_experts and size.expert_rank and has_own_names:
+        problem = f"the experts of {shape.family} have no adapters"
+        yield UserError("lora.experts", problem, "set it to 0")
     only_experts = {"gate_proj", "up_proj", "down_proj"}
     has_dense = (
         shape is None or not shape.num_experts or shape.num_dense_layers or shape.num_shared_experts

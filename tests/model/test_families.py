@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,13 @@ from tests.parallel.precision import within
 from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, run_ranks, run_world
 
 SPARSE, DENSE = (
-    ("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite"),
+    (
+        *("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite"),
+        *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe"),
+    ),
     ("qwen3", "qwen2", "llama"),
 )
-GLM = ("glm4-moe", "glm4-moe without norms", "glm4-moe-lite")
+OTHER_SPARSE = (*SPARSE[2:], "glm4-moe without norms")
 # of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
 EVERY_LAYOUT = {
     "one rank": TrainLayout(1, 1, 1, 1),
@@ -52,6 +56,7 @@ DENSE_LAYOUTS = {"kv heads < tp4": TrainLayout(4, 4, 1, 1), "tp2 pp2": TrainLayo
 BY_DAY = [(family, "kv heads < tp4") for family in DENSE]
 BY_DAY += [("qwen3", "uneven vpp2"), ("qwen3-moe", "uneven vpp2")]
 BY_DAY += [("glm4-moe", "tp2 pp2 ep2"), ("glm4-moe-lite", "tp2 pp2 ep2")]
+BY_DAY += [("hy-v3", "tp2"), ("mixtral", "ep2")]
 CASES = [
     pytest.param(
         family,
@@ -122,6 +127,7 @@ def transformers_logprobs(path: Path) -> list[np.ndarray]:
     return logprobs
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 ROPE = checkpoints_of_families.LATENT["rope_parameters"] | {"beta_fast": 1.0, "beta_slow": 1.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     # one group of experts, and a ramp of YaRN that begins and ends at the same frequency
@@ -151,8 +157,28 @@ def check_logprobs(path: Path, expected: list[np.ndarray]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", (*DENSE, *GLM))
+@pytest.mark.parametrize("family", (*DENSE, *OTHER_SPARSE))
 def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     """On one rank, which every layout equals (tests/parallel); of the other sparse families test_reference.py."""
     path = write(tmp_path, family)
     check_logprobs(path, transformers_logprobs(path))
+
+
+@pytest.mark.slow
+def test_a_family_of_a_user_computes_what_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of docs/models.md, in ranks that import it by its name."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    (own, *_) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_mixtral.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fields = dict(checkpoints_of_families.COMMON, num_local_experts=8, num_experts_per_tok=2)
+    MixtralForCausalLM(MixtralConfig(**fields)).save_pretrained(tmp_path)
+    plain = recipe(tmp_path, TrainLayout(2, 1, 1, 2))
+    model_keys = plain.model.model_copy(update={"family": "my_mixtral:MIXTRAL"})
+    logprobs, *_ = run_world(plain.model_copy(update={"model": model_keys}), trainer_logprobs)
+    assert logprobs is not None
+    expected = np.concatenate(transformers_logprobs(tmp_path))
+    np.testing.assert_allclose(np.concatenate(logprobs), expected, atol=within(1e-4))

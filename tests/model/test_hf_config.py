@@ -38,6 +38,35 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("minimax-m2", {"use_qk_norm": None}, "use_qk_norm is None"),
+        ("minimax-m2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'"),
+        ("minimax-m2", {"rotary_dim": 130}, "rotary_dim is 130, and head_dim 128"),
+        ("minimax-m2", {"rotary_dim": None}, "rotary_dim is missing"),
+        ("hy-v3", {"route_norm": None}, "route_norm is not true"),
+        ("mixtral-8x7b", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("mixtral-8x7b", {"head_dim": 64}, "head_dim is 64"),
+        (
+            "qwen1.5-moe-a2.7b",
+            {"shared_expert_intermediate_size": 5000},
+            "shared_expert_intermediate_size is 5000",
+        ),
+        ("qwen1.5-moe-a2.7b", {"qkv_bias": False}, "qkv_bias is false"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(
+    tmp_path: Path, name: str, change: dict[str, Any], problem: str
+) -> None:
+    file = Path(__file__).parents[1] / "published" / f"{name}.json"
+    path = write(tmp_path, json.loads(file.read_text()))
+    hf_facts(path)
+    write(tmp_path, json.loads(file.read_text()) | change)
+    with pytest.raises(UserError, match=problem):
+        hf_facts(path)
+
+
 def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "num_experts"} | {
         "num_local_experts": 4
@@ -48,7 +77,7 @@ def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
@@ -197,3 +226,50 @@ def test_an_end_token_that_the_vocabulary_does_not_have(tmp_path: Path, value: o
     with pytest.raises(UserError, match="the vocabulary has 50 tokens") as caught:
         end_token_ids(tmp_path)
     assert caught.value.where == str(tmp_path / "generation_config.json")
+
+
+OWN = "tests.model.mixed_family:"
+
+
+def test_a_family_of_a_user_comes_before_that_of_the_table(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG | {"architectures": ["MixedForCausalLM"]})
+    assert model_shape(tmp_path, OWN + "MIXED").family == OWN + "MIXED"
+    write(tmp_path, CONFIG)
+    assert model_shape(tmp_path, OWN + "MIXED") == SHAPE, "a checkpoint of another architecture"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family", "problem"),
+    [
+        ("FalconForCausalLM", None, r'architectures is \["FalconForCausalLM"\].*docs/models.md'),
+        ("Qwen3NextForCausalLM", None, "the nearest is Qwen3ForCausalLM"),
+        ("OtherForCausalLM", OWN + "MIXED", "model.family is .*:MIXED, of MixedForCausalLM"),
+        ("MixedForCausalLM", OWN + "layer", "model.family: .*:layer is a function"),
+        ("MixedForCausalLM", OWN + "NONE", "model.family: .* has no 'NONE'"),
+        ("MixedForCausalLM", "no_such_module:ROW", "no_such_module cannot be imported"),
+        ("MixedForCausalLM", "MIXED", "'MIXED' is not module:ROW"),
+    ],
+)
+def test_a_family_that_is_not_there_is_refused(
+    tmp_path: Path, architecture: str, family: str | None, problem: str
+) -> None:
+    write(tmp_path, CONFIG | {"architectures": [architecture]})
+    with pytest.raises(UserError, match=problem):
+        model_shape(tmp_path, family)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "problem"),
+    [
+        (CONFIG, {"scoring_func": "sigmoid"}, 'scoring_func is "sigmoid".*"softmax", which Qwen3M'),
+        (CONFIG, {"n_group": 8}, "n_group is 8.*where it is 1, which Qwen3MoeForCausalLM has"),
+        (CONFIG, {"sliding_window": 4096}, "sliding_window is 4096"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, 'scoring_func is "softmax".*"sigmoid"'),
+        (DEEPSEEK, {"topk_method": "greedy"}, 'topk_method is "greedy".*"noaux_tc"'),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_key_and_value(
+    tmp_path: Path, config: dict[str, Any], change: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        model_shape(write(tmp_path, config | change))

@@ -80,6 +80,17 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "moonlight": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **GLM,
+            "q_lora_rank": None,
+            "rope_parameters": None,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "glm4-moe": ("Glm4Moe", {**GLM, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "glm4-moe without norms": (
         "Glm4Moe",
@@ -95,12 +106,57 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "mlp_layer_types": None,
         },
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+            "norm_topk_prob": False,
+        },
+    ),
+    "hy-v3": (
+        "HYV3",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "num_shared_experts": 1,
+            "router_scaling_factor": 2.826,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {}),
 }
-# Fields of DeepSeek's own config.json that transformers has no use for.
-DEEPSEEK_FIELDS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+# Fields of the published config.json that SGLang reads and transformers has no use for, by transformers' class.
+PUBLISHED_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "DeepseekV3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "HYV3": {"qk_norm": True, "route_norm": True, "first_k_dense_replace": 1},
+    "MiniMaxM2": {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "rotary_dim": 16,
+    },
+}
 
 
 def write(
@@ -124,8 +180,7 @@ def write(
     _randomise(model)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if family == "deepseek-v3":
-        config |= DEEPSEEK_FIELDS
+    config |= PUBLISHED_FIELDS.get(name, {})
     if "n_routed_experts" in config:
         config |= {"num_nextn_predict_layers": mtp_layers}
     if mtp_layers:

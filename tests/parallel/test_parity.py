@@ -69,7 +69,8 @@ LAYOUTS = {
     "cp auto tp2 ep4": TrainLayout(8, 2, 1, 4, max_cp=4),
 }
 TP2_PP2, CP2_VPP2 = TrainLayout(4, 2, 2, 1), TrainLayout(4, 1, 2, 1, cp=2, vpp=2)
-DENSE = {"qwen3": (TP2_PP2, CP2_VPP2), "qwen2": (TP2_PP2,), "llama": (CP2_VPP2,)}
+OTHERS = {"qwen3": (TP2_PP2, CP2_VPP2), "qwen2": (TP2_PP2,), "llama": (CP2_VPP2,)}
+OTHERS |= {"minimax-m2": (LAYOUTS["tp2 ep2"],), "qwen2-moe": (LAYOUTS["tp2 ep2"],)}
 RECOMPUTE = {
     "full": {
         "recompute_granularity": "full",
@@ -355,12 +356,16 @@ def test_ranks_without_sequences(one_rank: dict[str, Any]) -> None:
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 
 
-@pytest.mark.parametrize("family", DENSE)
-def test_dense_families(tmp_path: Path, family: str) -> None:
-    """Without experts; Qwen3's embedding is also its output layer, on two stages in two copies."""
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(tmp_path: Path, family: str) -> None:
+    """Without experts; Qwen3's embedding is also its output layer, on two stages in two copies.
+
+    MiniMax-M2's norms of queries and keys are over the heads of all tensor-parallel ranks; Qwen2-MoE's shared expert
+    has a gate, which is whole on each of them.
+    """
     path = write(tmp_path, family, vocab_size=VOCAB_SIZE, pad_token_id=None)
     (expected,) = run_world(recipe(path, ONE_RANK, weight_decay=0.1), train)
-    for layout in DENSE[family]:
+    for layout in OTHERS[family]:
         check(run_world(recipe(path, layout, weight_decay=0.1), train), layout, expected)
 
 

@@ -113,6 +113,20 @@ REFUSED = {
 }
 
 
+MIXTRAL = replace(MOE, family="MixtralForCausalLM")
+MINIMAX = replace(MOE, family="MiniMaxM2ForCausalLM")
+REFUSED |= {
+    "dp that the class lacks": (MIXTRAL, EngineLayout(1, 4, 1, dp=2), 16, "dp", "set it to 1"),
+    "head that the class lacks": (
+        MINIMAX,
+        EngineLayout(1, 4, 1, dp=2, group_head=True),
+        16,
+        "head",
+        "set it to engine",
+    ),
+}
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_it_names_the_key_and_a_value_that_fits(case: str) -> None:
     shape, engine, gpus, key, hint = REFUSED[case]

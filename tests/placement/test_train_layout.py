@@ -175,3 +175,14 @@ def test_all_training_errors_at_once() -> None:
         "train.pp",
         "placement.gpus",
     }
+
+
+def test_a_norm_over_all_heads_needs_each_rank_to_have_key_heads_of_its_own() -> None:
+    """Otherwise several ranks would have the same weights of the norm, whose gradients they do not add."""
+    shape = dataclasses.replace(SHAPE, family="MiniMaxM2ForCausalLM")
+    assert TrainLayout(4, 4, 1, 1).errors(shape) == []
+    (error,) = TrainLayout(8, 8, 1, 1).errors(shape)
+    assert error.where == "train.tp"
+    assert "does not divide the key/value heads (4)" in error.problem
+    assert error.hint == "set train.tp to 4"
+    assert TrainLayout(8, 8, 1, 1).errors(SHAPE) == []

@@ -30,41 +30,48 @@ _PUBLISHED = {
     "deepseek-v3": "deepseek-v3",
     "kimi-k2": "kimi-k2",
 }
-CONFIGS: dict[str, dict[str, Any]] = {
-    name: json.loads((ROOT / "recipes" / "models" / folder / "config.json").read_text())
-    for name, folder in _PUBLISHED.items()
-} | {
-    "tiny": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "vocab_size": 300,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "n_shared_experts": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 48,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 24,
-        "num_nextn_predict_layers": 1,
-    },
-    "tiny-tied": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 300,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-    },
-}
+CONFIGS: dict[str, dict[str, Any]] = (
+    {
+        name: json.loads((ROOT / "recipes" / "models" / folder / "config.json").read_text())
+        for name, folder in _PUBLISHED.items()
+    }
+    | {
+        file.stem: json.loads(file.read_text())
+        for file in sorted((ROOT / "tests" / "published").glob("*.json"))
+    }
+    | {
+        "tiny": {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "vocab_size": 300,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "n_shared_experts": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 24,
+            "num_nextn_predict_layers": 1,
+        },
+        "tiny-tied": {
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": 300,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+        },
+    }
+)
 H800 = load_hardware(ROOT / "recipes" / "hardware" / "h800.yaml")
 V3 = model_shape(ROOT / "recipes" / "models" / "deepseek-v3")
 # 10 layers of 64 experts

@@ -29,6 +29,11 @@ PUBLISHED = {
     "qwen3-235b": (235_093_634_560, 22e9),
     "deepseek-v3": (671e9, 37e9),
     "kimi-k2": (1026.4e9, 32.9e9),
+    "moonlight-16b-a3b": (15.96e9, None),
+    "minimax-m2": (228.7e9, None),
+    "hy-v3": (295e9, None),
+    "mixtral-8x7b": (46.7e9, 12.9e9),
+    "qwen1.5-moe-a2.7b": (14.3e9, 2.7e9),
 }
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, GPUs, axes
     "pp": ("tiny", 4, {"pp": 4, "mtp_loss": 0.1}),
@@ -64,11 +69,12 @@ def test_whole_models_have_as_many_parameters_as_published(
 ) -> None:
     published, active = PUBLISHED[name]
     size = built[name]
-    assert size.parameters == pytest.approx(published, rel=1e-3)
+    assert size.parameters == pytest.approx(published, rel=2e-3)
     shape = size.shape
     expert = 3 * shape.hidden_size * shape.moe_ffn_size
     assert size.routed == shape.num_sparse_layers * shape.num_experts * expert
-    assert size.active_parameters == pytest.approx(active, rel=0.02)
+    if active:
+        assert size.active_parameters == pytest.approx(active, rel=0.02)
 
 
 def test_prediction_ahead_is_counted_apart(built: dict[str, ModelSize]) -> None:

@@ -47,6 +47,13 @@ def test_adapters_of_all_layers_or_some_are_good(paths: dict[str, Path]) -> None
     assert lora_errors(resolve(load_recipe(QUICKSTART, ["train.router_bias_rate=0.1"]))) == []
 
 
+def test_experts_whose_layers_have_other_names_have_no_adapters(tmp_path: Path) -> None:
+    path = checkpoints.write(tmp_path, "mixtral", num_hidden_layers=2)
+    (error,) = told(path)
+    assert "lora.experts: the experts of MixtralForCausalLM have no adapters" in error
+    assert told(path, "lora.experts=0") == []
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "says"),
     [

@@ -40,9 +40,13 @@ MODELS = {
     "glm4_moe_lite",
     "glm4_moe_lite_nextn",
     "glm4_moe_nextn",
+    "hunyuan_v3",
+    "minimax_m2",
+    "mixtral",
     "qwen3_moe",
     "qwen3",
     "qwen2",
+    "qwen2_moe",
     "llama",
 }
 GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")

@@ -20,11 +20,15 @@ from tests.resharding.meta_engines import Request, build, write_config
 pytestmark = pytest.mark.slow
 
 MODELS = Path(__file__).parents[2] / "recipes" / "models"
+PUBLISHED = Path(__file__).parents[1] / "published"
 FEW_LAYERS = {"num_hidden_layers": 2}
 
 
 def published(name: str, **changes: Any) -> dict[str, Any]:
-    return json.loads((MODELS / name / "config.json").read_text()) | FEW_LAYERS | changes
+    file = PUBLISHED / f"{name}.json"
+    if not file.exists():
+        file = MODELS / name / "config.json"
+    return json.loads(file.read_text()) | FEW_LAYERS | changes
 
 
 def dense(family: str, **sizes: Any) -> dict[str, Any]:
@@ -46,10 +50,10 @@ DEEPSEEK = published("deepseek-v3", first_k_dense_replace=1)
 CONFIGS = {
     "deepseek-v3": DEEPSEEK,
     "kimi-k2": published("kimi-k2"),
-    "moonlight": DEEPSEEK
-    | {"q_lora_rank": None, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408}
-    | {"n_routed_experts": 64, "n_shared_experts": 2, "num_attention_heads": 16, "num_key_value_heads": 16}
-    | {"n_group": 1, "topk_group": 1, "vocab_size": 163840},
+    "moonlight": published("moonlight-16b-a3b", num_nextn_predict_layers=1),
+    "minimax-m2": published("minimax-m2"),
+    "hy-v3": published("hy-v3"),
+    "mixtral-8x7b": published("mixtral-8x7b"),
     "qwen3-30b-a3b": published("qwen3-30b-a3b"),
     "qwen3-235b-a22b": published("qwen3-235b-a22b"),
     "qwen2.5-32b": published("qwen2.5-32b"),
@@ -69,7 +73,14 @@ GLM_FLASH = {
     "routed_scaling_factor": 1.8, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "v_head_dim": 256,
     "head_dim": 64, "qk_nope_head_dim": 192, "vocab_size": 154880,
 }  # fmt: skip
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 64, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480, "hidden_size": 3584,
+    "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 151936,
+    "head_dim": None, "norm_topk_prob": False,
+}  # fmt: skip
 CONFIGS |= {
+    "qwen2-57b-a14b": published("qwen3-30b-a3b", **QWEN2_MOE),
     "glm-4.5-air": published("glm-4.5-air"),
     "glm-4.6": published("glm-4.6", first_k_dense_replace=1),
     "glm-4.7-flash": {**published("glm-4.5-air"), **GLM_FLASH},
@@ -103,6 +114,10 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
     "glm-4.5-air": [layout(8, 4, 4, **DENSE, **HEAD), layout(8, 8, 8, draft=1, **DEEPEP)],
     "glm-4.6": [layout(16, 16, 4, **WHOLE), layout(32, 32, 8, draft=1, **DEEPEP)],
     "glm-4.7-flash": [layout(4, 4), layout(4, 4, 4, **DEEPEP)],
+    "minimax-m2": [layout(8, 8), layout(16, 4, 4, **DENSE), layout(8, 8, 4, **DENSE, deepep=True)],
+    "hy-v3": [layout(4, 4), layout(8, 8)],
+    "mixtral-8x7b": [layout(8), layout(4, 2)],
+    "qwen2-57b-a14b": [layout(4, 2), layout(4, 4, 2, **SHARED), layout(4, 4, 4, **DEEPEP)],
     "qwen2.5-32b": [layout(8), layout(4)],
     "qwen3, padded vocabulary": [layout(2), layout(4)],
     "llama-3.1-8b": [layout(8), layout(16)],
@@ -113,6 +128,7 @@ CUT_TILES = {
     "glm-4.5-air": LAYOUTS["glm-4.5-air"],  # a dense layer's width is 85.5 tiles
     "glm-4.6": LAYOUTS["glm-4.6"][:1],
     "glm-4.7-flash": LAYOUTS["glm-4.7-flash"][:1],
+    "hy-v3": LAYOUTS["hy-v3"][1:],
 }
 # of a layer
 CACHE_SCALES = {
@@ -120,7 +136,10 @@ CACHE_SCALES = {
     "kimi-k2": 4,
     "moonlight": 4,
     "glm-4.7-flash": 4,
+    "minimax-m2": 2,
+    "mixtral-8x7b": 2,
     "qwen2.5-32b": 2,
+    "qwen2-57b-a14b": 2,
     "llama-3.1-8b": 2,
 }
 
@@ -170,6 +189,20 @@ SMALL_MODELS = {
     "deepseek-v3, small": DEEPSEEK | SMALL,
     "moonlight, small": DEEPSEEK | SMALL | {"q_lora_rank": None},
     "qwen3-moe, small": published("qwen3-30b-a3b", **SMALL_QWEN3),
+    "minimax-m2, small": published(
+        "minimax-m2", **SMALL_DENSE, head_dim=32, rotary_dim=16, num_local_experts=16
+    ),
+    "hy-v3, small": published(
+        "hy-v3", **SMALL_DENSE, head_dim=32, moe_intermediate_size=128, num_experts=16
+    ),
+    "mixtral, small": published("mixtral-8x7b", **SMALL_DENSE),
+    "qwen2-moe, small": published(
+        "qwen1.5-moe-a2.7b",
+        **SMALL_DENSE,
+        num_experts=16,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=256,
+    ),
     "llama, small": CONFIGS["llama-3.1-8b"]
     | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512},
     "qwen2, small": dense("Qwen2", **SMALL_DENSE, tie_word_embeddings=False),
@@ -181,6 +214,8 @@ LOADED = [
     ("deepseek-v3, small", layout(8, 2, 2, draft=3, **WHOLE)), ("deepseek-v3, small", layout(4, 4, 2, **DEEPEP)),
     ("moonlight, small", layout(2)), ("qwen3-moe, small", layout(8, 4)), ("qwen3-moe, small", layout(4, 2, 2, **HEAD)),
     ("llama, small", layout(2)), ("qwen2, small", layout(4)), ("qwen3, small", layout(2)),
+    ("minimax-m2, small", layout(4, 2)), ("hy-v3, small", layout(4, 2)), ("mixtral, small", layout(4, 2)),
+    ("qwen2-moe, small", layout(4, 2)),
 ]  # fmt: skip
 ALL, SOME = (
     LoraSize(4, 4, 4.0, (), sync="adapters"),

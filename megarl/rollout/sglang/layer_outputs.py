@@ -26,6 +26,12 @@ def request_name(first_token: int) -> str:
     return f"{_PREFIX}{first_token}"
 
 
+def _first_of(module: Any, names: tuple[str, ...]) -> Any:
+    """The part of a module that has one of these names, which SGLang's classes give it; None: it has none."""
+    parts = (getattr(module, name, None) for name in names)
+    return next((part for part in parts if part is not None), None)
+
+
 class EngineLayerRecorder(ModuleRecorder):
     """Records the prefills of a model from its making until `finish`.
 
@@ -78,11 +84,11 @@ class EngineLayerRecorder(ModuleRecorder):
             self._hook(attention.attn, partial(self._see_heads, number, attention))
         self._hook(attention.o_proj, partial(self._see_projection, number))
         self._hook(layer.post_attention_layernorm, partial(self._see_mlp_norm, number))
-        mlp = layer.mlp
+        mlp = _first_of(layer, ("mlp", "block_sparse_moe"))
         if gate := getattr(mlp, "gate", None):
             self._after(gate, number, operations.ROUTER_LOGITS)
             self._hook(mlp.topk, partial(self._see_choices, number, gate))
-            if shared := getattr(mlp, "shared_experts", None):
+            if shared := _first_of(mlp, ("shared_experts", "shared_expert", "shared_mlp")):
                 see = partial(self._see_row_parallel, number, operations.SHARED_EXPERTS)
                 self._hook(shared.down_proj, see)
             self._hook(mlp, partial(self._see_experts, number))
