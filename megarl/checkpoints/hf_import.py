@@ -13,8 +13,9 @@ import torch
 
 from megarl.checkpoints import quantised
 from megarl.checkpoints.hf_files import Slices, tensor_files
+from megarl.model.families import mtp_prefix
 from megarl.model.shape import SCORE, ModelShape
-from megarl.model.tensors import STACK, hf_tensors, mtp_prefix
+from megarl.model.tensors import STACK, hf_tensors
 from megarl.resharding.shards import VOCAB_TENSORS, Shard, verify_params, views
 from megarl.types import UserError
 from megarl.types.tensors import NamedTensors

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.model.families import FAMILIES, Family
+from megarl.model.families import FAMILIES
+from megarl.model.families.family import Family
 from megarl.model.hf_values import ConfigFile, read_json
 from megarl.model.quantisation import Quantisation, quantisation
 from megarl.model.shape import ModelShape
@@ -155,7 +156,8 @@ def _shape(config: ConfigFile, family: Family) -> ModelShape:
     _refuse_variants(config, family)
     quantisation(config)
     common = {field: config.integer(key) for field, key in _COMMON_INTEGERS.items()}
-    fields: dict[str, Any] = {**common, **family.fields(config, common), **family.constants}
+    fields: dict[str, Any] = {**common, **family.read(config, common), **family.constants}
+    fields["family"] = family.architecture
     shape = ModelShape(**fields, tied=config.truth("tie_word_embeddings"))
     groups = top_groups = 1
     if family.has_grouped_router:

@@ -24,8 +24,7 @@ class ModelShape:
     """The integers of a HF `config.json` that layouts and weight maps are computed from.
 
     A dense model has no experts and num_dense_layers == num_layers. With `mla`, num_kv_heads and head_dim mean nothing.
-    has_wide_router: SGLang's model has the routers' weights in float32. splits_shared: it splits the shared experts
-    over all ranks, but with DeepEP, whatever its environment says (SGLANG_SHARED_EXPERT_TP1).
+    family: the name of the model's row in megarl.model.families, which has all that is no size.
     """
 
     num_layers: int
@@ -41,8 +40,6 @@ class ModelShape:
     ffn_size: int = 0  # of a dense layer
     num_shared_experts: int = 0  # one MLP of num_shared_experts x moe_ffn_size
     router_bias: bool = False  # e_score_correction_bias
-    has_wide_router: bool = False
-    splits_shared: bool = False
     qk_norm: bool = True
     qkv_bias: bool = False
     tied: bool = False  # lm_head is embed_tokens
@@ -50,15 +47,7 @@ class ModelShape:
     num_mtp_layers: int = 0
     mla: MlaShape | None = None
     num_labels: int = 0  # scores of each token in place of the vocabulary's logits
-    # a row of ATTENTION in the weight maps; with `mla` it is "latent"
-    attention: str = "grouped_query"
-
-    @property
-    def attention_map(self) -> str:
-        """The row of ATTENTION in each weight map."""
-        if self.mla:
-            return "latent"
-        return self.attention
+    family: str = "Qwen3MoeForCausalLM"
 
     @property
     def num_sparse_layers(self) -> int:

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.device import DEVICE
+from megarl.model.families import family_of
 from megarl.model.hf_config import HfFacts
 from megarl.model.lora_pairs import is_factor
 from megarl.model.shape import MlaShape, ModelShape
@@ -101,6 +102,7 @@ def _fixed_fields(
         "moe_router_bias_update_rate": router_bias_rate,
         **(latent_fields(shape.mla, facts) if shape.mla else {}),
         **_layout_fields(shape, layout),
+        **family_of(shape).megatron,
         "variable_seq_lengths": True,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
+from megarl.model.families import family_of
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import divisors, nearest
@@ -68,7 +69,7 @@ class EngineLayout:
 
     def shared_ranks(self, shape: ModelShape) -> int:
         """Ranks that split the shared experts."""
-        is_whole = self.deepep or (self.whole_shared and not shape.splits_shared)
+        is_whole = self.deepep or (self.whole_shared and not family_of(shape).splits_shared)
         return 1 if is_whole else self.tp
 
     def member(self, slot: int) -> tuple[int, int] | None:

@@ -1,13 +1,11 @@
 """The weight map of the engines' ranks: the parameters of SGLang 0.5.21's models.
 
-Families: Qwen3MoeForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM, Qwen2ForCausalLM,
-Qwen3ForCausalLM, LlamaForCausalLM. Facts from sglang/srt:
-- layers/linear.py: `qkv_proj` has the rank's query heads, then its key heads, then its value heads; with fewer
-  key/value heads than ranks neighbours have the same head. `gate_up_proj` is [gate; up].
+The blocks of the layers are those of the model's family (megarl/model/families). Facts from sglang/srt:
+- layers/linear.py: with fewer key/value heads than ranks, neighbours have the same head.
 - layers/moe/fused_moe_triton/layer.py: `w13_weight` is [experts, gate; up, hidden], `w2_weight` [experts, hidden,
   width]; runtime_context.py: the TP rank is expert rank x (TP / EP) + rank inside the expert.
-- models/deepseek_v2.py: `fused_qkv_a_proj_with_mqa` is [q_a; kv_a], replicated on every rank; the shared experts are an
-  MLP of their own, because rollout/sglang/arguments.py switches their fusion with the routed experts off.
+- models/deepseek_v2.py: the shared experts are an MLP of their own, because rollout/sglang/arguments.py switches their
+  fusion with the routed experts off.
 - layers/vocab_parallel_embedding.py: the vocabulary is padded to 64, on CPU to 64 x TP where TP does not divide that.
 - DP attention: attention and embedding are split over the attention group of TP / DP ranks (TP rank % its size), so
   with `enable_dp_lm_head` is the output layer. All other weights are split over the whole TP group, but with
@@ -25,17 +23,29 @@ Without drafts the engine does not load the multi-token prediction layer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
+from megarl.model.families import family_of, layer_of, layer_prefix, mtp_block, mtp_prefix
+from megarl.model.families.blocks import Block
+from megarl.model.families.layouts import ParamPart
 from megarl.model.quantisation import FP8_TILE
-from megarl.model.shape import MlaShape, ModelShape
-from megarl.model.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, mtp_prefix
+from megarl.model.shape import ModelShape
+from megarl.model.tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    INPUT_NORM,
+    LM_HEAD,
+    MLP_NORM,
+    is_projection,
+)
 from megarl.placement.engine_layout import VOCAB_MULTIPLE, EngineLayout
-from megarl.resharding.shards import FP8, LayoutError, Part, Range, Shard, intersect, share, tiles
+from megarl.resharding.block_shards import Grid, entry_shards, offsets
+from megarl.resharding.shards import FP8, LayoutError, Part, Shard, intersect, tiles
 
-ONE_ITEM = (0, 1)
 DRAFT = "draft."  # begins the names of the draft model's parameters
 
 
@@ -94,7 +104,8 @@ def _slots(engine: EngineLayout, holder: Holder) -> tuple[int, ...]:
 def _placed(shape: ModelShape, engine: EngineLayout) -> Placed:
     yield from _vocab_rows(shape, EMBEDDING, engine.attention_tp)
     for layer in range(shape.num_layers):
-        yield from _layer(shape, engine, layer)
+        prefix = layer_prefix(shape, layer)
+        yield from _layer(shape, engine, layer, prefix, prefix)
     yield from _norm(FINAL_NORM, shape.hidden_size)
     if not shape.tied:
         yield from _vocab_rows(shape, LM_HEAD, engine.head_ranks)
@@ -102,35 +113,102 @@ def _placed(shape: ModelShape, engine: EngineLayout) -> Placed:
         yield from _draft(shape, engine)
 
 
-def _layer(shape: ModelShape, engine: EngineLayout, layer: int) -> Placed:
-    prefix = layer_prefix(layer)
-    yield from _norm(prefix + "input_layernorm.weight", shape.hidden_size)
-    yield from ATTENTION[shape.attention_map](shape, engine, prefix + "self_attn.")
-    yield from _norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
-    if shape.is_dense(layer):
-        yield from _mlp(
-            prefix + "mlp.", engine, shape.hidden_size, shape.ffn_size, engine.dense_ranks
+def _layer(shape: ModelShape, engine: EngineLayout, number: int, prefix: str, param: str) -> Placed:
+    """A layer. prefix, param: begin its names in the checkpoint and in the engine."""
+    split = _split(shape, engine)
+    layer = layer_of(shape, number)
+    for norm, block in ((INPUT_NORM, layer.mixer), (MLP_NORM, layer.mlp)):
+        yield EVERYONE, Shard(prefix + norm, (0, shape.hidden_size), (0, 1), param + norm)
+        for holder, shard in _block(block, split):
+            placed = Shard(
+                prefix + shard.name, shard.rows, shard.cols, param + shard.param, *shard[4:]
+            )
+            yield from _tiled(holder, placed, engine.fp8)
+
+
+class AxisRanks(NamedTuple):
+    """How many ranks of an engine split the parameters of each axis. moe: (EP, ranks inside an expert)."""
+
+    attention: int
+    dense: int
+    shared: int
+    moe: tuple[int, int]
+
+
+def _split(shape: ModelShape, engine: EngineLayout) -> AxisRanks:
+    shared = engine.shared_ranks(shape)
+    moe = engine.ep, engine.moe_tp
+    return AxisRanks(engine.attention_tp, engine.dense_ranks, shared, moe)
+
+
+@lru_cache(maxsize=1 << 12)
+def _block(block: Block, split: AxisRanks) -> tuple[tuple[Holder, Shard], ...]:
+    """The shards of a block on all ranks, with the names inside a layer.
+
+    Entries that follow each other and are split alike come rank by rank.
+    """
+    grids = [_grids(entry, split) for entry in block.sglang]
+    starts = offsets(block.sglang, [held[0][1].ranks for held in grids])
+    stretches = zip(block.sglang, starts, grids, strict=True)
+    placed: list[tuple[Holder, Shard]] = []
+    for (_, held), alike in groupby(stretches, key=lambda row: (row[0].layout.kind, row[2])):
+        rows = list(alike)
+        for holder, grid in held:
+            for entry, start, _ in rows:
+                shards = entry_shards(entry, entry.param, start, grid)
+                placed += [(holder, shard) for shard in shards]
+    return tuple(placed)
+
+
+def _grids(entry: ParamPart, split: AxisRanks) -> list[tuple[Holder, Grid]]:
+    """The ranks that hold the different parts of an entry."""
+    if entry.layout.kind == "copy":
+        return [(EVERYONE, Grid())]
+    if entry.over == "experts":
+        ep, inside = split.moe
+        return [
+            (Holder(ep * inside, rank), Grid(inside, rank % inside, ep, rank // inside))
+            for rank in range(ep * inside)
+        ]
+    ranks = {"attention": split.attention, "dense": split.dense, "shared": split.shared}[entry.over]
+    replicas = entry.layout.replicas(ranks)
+    parts = ranks // replicas
+    return [(Holder(parts, part, replicas), Grid(parts, part)) for part in range(parts)]
+
+
+def _tiled(holder: Holder, shard: Shard, fp8: bool) -> Placed:
+    """A shard; in an fp8 engine, where SGLang quantises the matrix, its tiles and their scales."""
+    if not (fp8 and is_projection(shard.name)):
+        yield holder, shard
+        return
+    (_, row, col) = shard.at
+    (name, rows, cols, param) = shard[:4]
+    if rows[0] % FP8_TILE or cols[0] % FP8_TILE or row % FP8_TILE or col % FP8_TILE:
+        raise LayoutError(
+            f"{name}: rows {rows}, columns {cols} at row {row} of {param} cut a tile of {FP8_TILE}"
         )
-    else:
-        yield from _experts(shape, engine, prefix + "mlp.")
+    yield holder, shard._replace(dtype=FP8)
+    scales = Shard(
+        f"{name}_scale_inv",
+        tiles(rows),
+        tiles(cols),
+        f"{param}_scale_inv",
+        (0, row // FP8_TILE, 0),
+        shard.items,
+        "float32",
+    )
+    yield holder, scales
 
 
 def _draft(shape: ModelShape, engine: EngineLayout) -> Placed:
     """The draft model, without the embedding and the output layer that it shares with the target model."""
+    frame = family_of(shape).mtp
     prefix = mtp_prefix(shape, 0)
-    hidden = shape.hidden_size
-    model = DRAFT + "model."
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        yield (
-            EVERYONE,
-            Shard(f"{prefix}{norm}.weight", (0, hidden), (0, 1), f"{model}{norm}.weight"),
-        )
-    yield (
-        EVERYONE,
-        Shard(prefix + "eh_proj.weight", (0, hidden), (0, 2 * hidden), model + "eh_proj.weight"),
-    )
-    for holder, shard in _layer(shape, engine, shape.num_layers):
-        yield holder, shard._replace(param=f"{model}decoder.{shard.param.removeprefix(prefix)}")
+    for holder, shard in _block(mtp_block(shape), _split(shape, engine)):
+        param = DRAFT + frame.draft_frame + shard.param
+        yield holder, shard._replace(name=prefix + shard.name, param=param)
+    number = shape.num_layers
+    yield from _layer(shape, engine, number, layer_prefix(shape, number), DRAFT + frame.draft_layer)
 
 
 def _vocab_rows(shape: ModelShape, name: str, ranks: int) -> Placed:
@@ -143,164 +221,3 @@ def _vocab_rows(shape: ModelShape, name: str, ranks: int) -> Placed:
 
 def _norm(name: str, size: int) -> Placed:
     yield EVERYONE, Shard(name, (0, size), (0, 1), name)
-
-
-def _weight(
-    holder: Holder,
-    fp8: bool,
-    name: str,
-    rows: Range,
-    cols: Range,
-    param: str = "",
-    row: int = 0,
-    items: Range = ONE_ITEM,
-) -> Placed:
-    """The shard of a matrix that SGLang quantises, at `row` of the parameter, and in an fp8 engine its scales.
-
-    param: where the name is not the checkpoint's.
-    """
-    param = param or name
-    if not fp8:
-        yield holder, Shard(name, rows, cols, param, (0, row, 0), items)
-        return
-    if rows[0] % FP8_TILE or cols[0] % FP8_TILE or row % FP8_TILE:
-        raise LayoutError(
-            f"{name}: rows {rows}, columns {cols} at row {row} of {param} cut a tile of {FP8_TILE}"
-        )
-    yield holder, Shard(name, rows, cols, param, (0, row, 0), items, FP8)
-    scales = f"{name}_scale_inv"
-    tiled = f"{param}_scale_inv"
-    yield (
-        holder,
-        Shard(scales, tiles(rows), tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32"),
-    )
-
-
-def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
-    ranks = engine.attention_tp
-    hidden = (0, shape.hidden_size)
-    param = prefix + "qkv_proj."
-    q_rows = shape.num_heads * shape.head_dim
-    kv_rows = shape.num_kv_heads * shape.head_dim
-    replicas = max(1, ranks // shape.num_kv_heads)
-    kv_ranks = ranks // replicas
-    after_q = q_rows // ranks
-    after_k = q_rows // ranks + kv_rows // kv_ranks
-    for rank in range(ranks):
-        holder = Holder(ranks, rank)
-        rows = share(q_rows, ranks, rank)
-        yield from _projection(shape, engine, holder, prefix + "q_proj.", rows, param, 0)
-        yield from _weight(holder, engine.fp8, prefix + "o_proj.weight", hidden, rows)
-    for rank in range(kv_ranks):
-        holder = Holder(kv_ranks, rank, replicas)
-        rows = share(kv_rows, kv_ranks, rank)
-        yield from _projection(shape, engine, holder, prefix + "k_proj.", rows, param, after_q)
-        yield from _projection(shape, engine, holder, prefix + "v_proj.", rows, param, after_k)
-    if shape.qk_norm:
-        yield from _norm(prefix + "q_norm.weight", shape.head_dim)
-        yield from _norm(prefix + "k_norm.weight", shape.head_dim)
-
-
-def _projection(
-    shape: ModelShape,
-    engine: EngineLayout,
-    holder: Holder,
-    name: str,
-    rows: Range,
-    param: str,
-    row: int,
-) -> Placed:
-    yield from _weight(
-        holder, engine.fp8, name + "weight", rows, (0, shape.hidden_size), param + "weight", row
-    )
-    if shape.qkv_bias:
-        yield holder, Shard(name + "bias", rows, (0, 1), param + "bias", (0, row, 0))
-
-
-def _latent_attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
-    mla = shape.mla
-    ranks = engine.attention_tp
-    hidden = (0, shape.hidden_size)
-    assert mla is not None
-    yield from _down_projections(engine.fp8, prefix, mla, hidden)
-    if mla.q_lora_rank:
-        yield from _norm(prefix + "q_a_layernorm.weight", mla.q_lora_rank)
-    yield from _norm(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank)
-    if mla.q_lora_rank:
-        query = "q_b_proj.weight"
-    else:
-        query = "q_proj.weight"
-    query_cols = (0, mla.q_lora_rank or shape.hidden_size)
-    for rank in range(ranks):
-        q_rows, kv_rows, o_cols = (
-            share(shape.num_heads * size, ranks, rank)
-            for size in (mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim, mla.v_dim)
-        )
-        for name, rows, cols in (
-            (query, q_rows, query_cols),
-            ("kv_b_proj.weight", kv_rows, (0, mla.kv_lora_rank)),
-            ("o_proj.weight", hidden, o_cols),
-        ):
-            yield from _weight(Holder(ranks, rank), engine.fp8, prefix + name, rows, cols)
-
-
-def _down_projections(fp8: bool, prefix: str, mla: MlaShape, hidden: Range) -> Placed:
-    kv_rows = (0, mla.kv_lora_rank + mla.rope_dim)
-    kv_name = prefix + "kv_a_proj_with_mqa.weight"
-    if not mla.q_lora_rank:
-        yield from _weight(EVERYONE, fp8, kv_name, kv_rows, hidden)
-        return
-    fused = prefix + "fused_qkv_a_proj_with_mqa.weight"
-    yield from _weight(
-        EVERYONE, fp8, prefix + "q_a_proj.weight", (0, mla.q_lora_rank), hidden, fused
-    )
-    yield from _weight(EVERYONE, fp8, kv_name, kv_rows, hidden, fused, mla.q_lora_rank)
-
-
-# What the ranks of an engine hold of a layer's attention, by ModelShape.attention_map.
-ATTENTION: dict[str, Callable[[ModelShape, EngineLayout, str], Placed]] = {
-    "grouped_query": _attention,
-    "latent": _latent_attention,
-}
-
-
-def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int, ranks: int) -> Placed:
-    hidden = (0, hidden_size)
-    gate_up = prefix + "gate_up_proj.weight"
-    for rank in range(ranks):
-        to = (Holder(ranks, rank), engine.fp8)
-        ffn_range = share(width, ranks, rank)
-        yield from _weight(*to, prefix + "gate_proj.weight", ffn_range, hidden, gate_up)
-        yield from _weight(
-            *to, prefix + "up_proj.weight", ffn_range, hidden, gate_up, width // ranks
-        )
-        yield from _weight(*to, prefix + "down_proj.weight", hidden, ffn_range)
-
-
-def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
-    hidden = (0, shape.hidden_size)
-    ffn = shape.moe_ffn_size
-    stack = prefix + "experts.{}."
-    param = prefix + "experts."
-    gate = prefix + "gate."
-    dtype = "float32" if shape.has_wide_router else ""
-    router = Shard(gate + "weight", (0, shape.num_experts), hidden, gate + "weight", dtype=dtype)
-    yield EVERYONE, router
-    if shape.router_bias:
-        bias = gate + "e_score_correction_bias"
-        yield EVERYONE, Shard(bias, (0, shape.num_experts), (0, 1), bias, dtype="float32")
-    for rank in range(engine.tp):
-        expert_rank, width_rank = divmod(rank, engine.moe_tp)
-        items = share(shape.num_experts, engine.ep, expert_rank)
-        ffn_range = share(ffn, engine.moe_tp, width_rank)
-        to = (Holder(engine.tp, rank), engine.fp8)
-        after_gate = ffn // engine.moe_tp
-        w13 = param + "w13_weight"
-        w2 = param + "w2_weight"
-        yield from _weight(*to, stack + "gate_proj.weight", ffn_range, hidden, w13, items=items)
-        yield from _weight(*to, stack + "up_proj.weight", ffn_range, hidden, w13, after_gate, items)
-        yield from _weight(*to, stack + "down_proj.weight", hidden, ffn_range, w2, items=items)
-    if shape.num_shared_experts:
-        width = shape.num_shared_experts * ffn
-        prefix = prefix + "shared_experts."
-        yield from _mlp(prefix, engine, shape.hidden_size, width, engine.shared_ranks(shape))

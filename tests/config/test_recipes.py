@@ -21,8 +21,9 @@ from megarl.checkpoints.quantised import file_bytes
 from megarl.commands import dry_run
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
+from megarl.model.families import mtp_prefix
 from megarl.model.hf_config import hf_facts, model_shape
-from megarl.model.tensors import aliases, mtp_prefix, tensors
+from megarl.model.tensors import aliases, tensors
 from megarl.placement.roles import Roles
 from megarl.preflight import checks_by_command, layout_checks
 from megarl.types import UserErrors

@@ -50,7 +50,7 @@ IN_GROUPED_ATTENTION = {
 IN_DENSE_LAYERS = {r"\bpre_mlp_layernorm\.weight$": "mlp.linear_fc1.layer_norm_weight"}
 
 
-@pytest.mark.parametrize("shape", FAMILIES, ids=lambda shape: shape.attention_map)
+@pytest.mark.parametrize("shape", FAMILIES, ids=lambda shape: "latent" if shape.mla else "grouped")
 def test_transformer_engine_has_norms_in_linear_layers_and_numbers_experts(
     shape: ModelShape,
 ) -> None:

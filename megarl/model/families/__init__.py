@@ -1,0 +1,51 @@
+"""The model families, one file for each: blocks of layers that megarl has, and what the architecture decides.
+
+docs/models.md shows how a family is added.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megarl.model.families.blocks import Block, Layer
+from megarl.model.families.deepseek_v3 import DEEPSEEK_V3
+from megarl.model.families.family import Family
+from megarl.model.families.glm4_moe import GLM4_MOE
+from megarl.model.families.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.model.families.llama import LLAMA
+from megarl.model.families.qwen2 import QWEN2
+from megarl.model.families.qwen3 import QWEN3
+from megarl.model.families.qwen3_moe import QWEN3_MOE
+from megarl.model.shape import ModelShape
+
+_ROWS = QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, QWEN2, QWEN3, LLAMA
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _ROWS}
+
+
+def family_of(shape: ModelShape) -> Family:
+    """The row that the shape names."""
+    return FAMILIES[shape.family]
+
+
+@lru_cache(maxsize=4096)
+def layer_of(shape: ModelShape, number: int) -> Layer:
+    """The blocks of a layer, from 0; multi-token prediction layers count on from the decoder's."""
+    return family_of(shape).layer(shape, number)
+
+
+def mtp_block(shape: ModelShape) -> Block:
+    """What is around the transformer layer of each multi-token prediction layer."""
+    return family_of(shape).mtp.block(shape)
+
+
+def mtp_prefix(shape: ModelShape, index: int) -> str:
+    """Begins the checkpoint's names of the tensors of `mtp_block`."""
+    return family_of(shape).mtp.prefix.format(number=shape.num_layers + index, index=index)
+
+
+def layer_prefix(shape: ModelShape, number: int) -> str:
+    """Begins the checkpoint's names of a layer's tensors."""
+    if number < shape.num_layers:
+        return f"model.layers.{number}."
+    index = number - shape.num_layers
+    return family_of(shape).mtp.layer_prefix.format(number=number, index=index)
