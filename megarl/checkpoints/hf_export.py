@@ -24,7 +24,7 @@ from megarl.device import DEVICE
 from megarl.model.lora_pairs import LoraSize, split_factors
 from megarl.model.quantisation import FP8_CONFIG, QUANTISATION_KEYS
 from megarl.model.shape import ModelShape
-from megarl.model.tensors import aliases, hf_tensors, is_projection, is_vector, tensors
+from megarl.model.tensors import aliases, file_shape, hf_tensors, is_projection, tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map
 from megarl.resharding.agreement import Agreement
@@ -210,10 +210,8 @@ def _allocate(file: File, dtype: str) -> dict[str, Tensor]:
     """Name -> uninitialised tensor, in the shape that it has in the file."""
     tensors_by_name = {}
     for shard in file:
-        if is_vector(shard.name):
-            size = shard.size[1:2]
-        else:
-            size = shard.size[1:]
+        (_, rows, cols) = shard.size
+        size = file_shape(shard.name, rows, cols)
         for name, _ in cells(shard):
             tensors_by_name[name] = torch.empty(
                 size, dtype=getattr(torch, shard.dtype or dtype), device=DEVICE

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.checkpoints import quantised
 from megarl.checkpoints.hf_files import Slices, tensor_files
@@ -118,7 +120,14 @@ def _fill(slices: Slices, shard: Shard, params: NamedTensors) -> None:
         if quantised.fill(plane, slices, name, rows, cols):
             continue
         tensor = slices.get(name)
-        is_vector = len(tensor.get_shape()) == 1
-        plane.copy_(
-            tensor[slice(*rows)].unsqueeze(1) if is_vector else tensor[slice(*rows), slice(*cols)]
-        )
+        plane.copy_(_plane(tensor, slice(*rows), slice(*cols)))
+
+
+def _plane(tensor: Any, rows: slice, cols: slice) -> Tensor:
+    """The rows and columns of a tensor of the files; norms have one dimension, convolutions over time three."""
+    dims = len(tensor.get_shape())
+    if dims == 1:
+        return tensor[rows].unsqueeze(1)
+    if dims == 3:
+        return tensor[rows, :, cols].squeeze(1)
+    return tensor[rows, cols]

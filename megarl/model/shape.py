@@ -20,6 +20,21 @@ class MlaShape:
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """Gated DeltaNet (Yang et al., 2024): its heads, their widths, and the width of its convolution.
+
+    full_every: each layer whose number, counted from 1, is a multiple of it has attention in its place.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    full_every: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The integers of a HF `config.json` that layouts and weight maps are computed from.
 
@@ -46,6 +61,7 @@ class ModelShape:
     # multi-token prediction layers, numbered after the decoder's in the checkpoint
     num_mtp_layers: int = 0
     mla: MlaShape | None = None
+    delta: DeltaShape | None = None  # of the layers with linear attention
     num_labels: int = 0  # scores of each token in place of the vocabulary's logits
     family: str = "Qwen3MoeForCausalLM"
 
@@ -57,3 +73,9 @@ class ModelShape:
     def is_dense(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""
         return layer < self.num_dense_layers
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether layer `layer`, numbered as in `is_dense`, has linear attention; MTP layers have none."""
+        if self.delta is None or layer >= self.num_layers:
+            return False
+        return (layer + 1) % self.delta.full_every != 0

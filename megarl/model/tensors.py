@@ -51,20 +51,20 @@ def aliases(shape: ModelShape) -> dict[str, str]:
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape in the checkpoint's files, where items of stacks are separate and vectors have one dimension."""
+    """Name -> shape in the checkpoint's files, where items of stacks are separate."""
     shapes_by_name: dict[str, tuple[int, ...]] = {}
     for name, (items, rows, cols) in tensors(shape).items():
-        if is_vector(name):
-            file_shape = (rows,)
-        else:
-            file_shape = (rows, cols)
-        shapes_by_name |= {name.format(item): file_shape for item in range(items)}
+        shapes_by_name |= {name.format(item): file_shape(name, rows, cols) for item in range(items)}
     return shapes_by_name
 
 
-def is_vector(name: str) -> bool:
-    """Whether the checkpoint's tensor has one dimension: norms and biases."""
-    return name.endswith(("norm.weight", "bias"))
+def file_shape(name: str, rows: int, cols: int) -> tuple[int, ...]:
+    """The shape in the checkpoint's files: norms and biases have one dimension, convolutions over time three."""
+    if cols == 1:
+        return (rows,)
+    if name.endswith("conv1d.weight"):
+        return rows, 1, cols
+    return rows, cols
 
 
 def is_projection(name: str) -> bool:
@@ -72,9 +72,9 @@ def is_projection(name: str) -> bool:
 
     Those of attention, MLPs and experts, not the router, the embedding, the output layer and MTP's eh_proj.
     """
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith(
-        ".eh_proj.weight"
-    )
+    return name.endswith(
+        ("_proj.weight", "_proj_with_mqa.weight", "in_proj_qkvz.weight")
+    ) and not name.endswith(".eh_proj.weight")
 
 
 def _vector(size: int) -> Size:

@@ -120,11 +120,13 @@ def overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
 
 
 def shape_as_stack(shape: Sequence[int]) -> Size:
-    """A parameter's shape viewed as [items, rows, cols]; [n] is [1, n, 1]."""
+    """A parameter's shape viewed as [items, rows, cols]; [n] is [1, n, 1], a convolution's [n, 1, k] is [1, n, k]."""
     if len(shape) < 2:
         return 1, (shape[0] if shape else 1), 1
     if len(shape) > 3:
         raise LayoutError(f"a parameter of shape {list(shape)} has more than three dimensions")
+    if len(shape) == 3 and shape[1] == 1:
+        return 1, shape[0], shape[2]
     items = shape[0] if len(shape) == 3 else 1
     return items, shape[-2], shape[-1]
 

@@ -20,7 +20,6 @@ from megarl.device import Address, join_store
 from megarl.model import tensors
 from megarl.model.hf_config import hf_facts, model_shape
 from megarl.model.shape import ModelShape
-from megarl.model.tensors import is_vector
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map
 from megarl.resharding.shards import cells, param_table
@@ -209,4 +208,3 @@ def test_files_hold_every_tensor_once_and_stay_in_their_limit() -> None:
     assert any(shard.items == (2, 5) for file in files for shard in file), (
         "a stack is cut between experts"
     )
-    assert all(shard.cols == (0, 1) for file in files for shard in file if is_vector(shard.name))

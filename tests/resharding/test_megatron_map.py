@@ -20,6 +20,7 @@ from megarl.model.tensors import tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Box, box_area, cells, overlap
+from tests.model.mixed_family import MIXED_SHAPE, WIDE_SHAPE
 from tests.resharding.test_sglang_map import (
     DEEPSEEK,
     LLAMA,
@@ -81,7 +82,10 @@ def test_a_part_is_in_the_order_of_the_layers(pair: str) -> None:
 @st.composite
 def models_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, TrainLayout]:
     """Every family on up to 128 ranks, with all axes; only what the layout itself does not refuse."""
-    shape = replace(draw(st.sampled_from(FAMILIES)), vocab_size=draw(st.integers(1, 700)))
+    shape = replace(
+        draw(st.sampled_from((*FAMILIES, MIXED_SHAPE, WIDE_SHAPE))),
+        vocab_size=draw(st.integers(1, 700)),
+    )
     tp, cp, dp, pp, vpp = (draw(st.sampled_from([1, 2, 4])) for _ in range(5))
     counts = draw(st.lists(st.integers(1, 2), min_size=pp * vpp, max_size=pp * vpp))
     shape = replace(shape, num_layers=sum(counts))

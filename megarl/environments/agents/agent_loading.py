@@ -10,11 +10,11 @@ from typing import Any, cast
 from megarl.isolation.function_loading import (
     is_coroutine_function,
     kind_of,
-    load_object,
     prepare,
 )
 from megarl.types import UserError
 from megarl.types.json_objects import CallArguments
+from megarl.types.named_objects import load_object
 
 AGENT = "episode.agent"
 ARGUMENTS = "episode.arguments"

@@ -9,9 +9,10 @@ from typing import Any
 
 from megarl.environments.runtime.environment import Environment
 from megarl.environments.runtime.tools import Tool, make_tool
-from megarl.isolation.function_loading import PREPARE, kind_of, load_object, prepare
+from megarl.isolation.function_loading import PREPARE, kind_of, prepare
 from megarl.types import UserError
 from megarl.types.json_objects import CallArguments
+from megarl.types.named_objects import load_object
 
 TOOLS = "episode.tools"
 ENVIRONMENT = "episode.environment"

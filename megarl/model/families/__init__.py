@@ -5,7 +5,7 @@ docs/models.md shows how a family is added.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from megarl.model.families.blocks import Block, Layer
 from megarl.model.families.deepseek_v3 import DEEPSEEK_V3
@@ -17,14 +17,30 @@ from megarl.model.families.qwen2 import QWEN2
 from megarl.model.families.qwen3 import QWEN3
 from megarl.model.families.qwen3_moe import QWEN3_MOE
 from megarl.model.shape import ModelShape
+from megarl.types import UserError
+from megarl.types.named_objects import load_object
 
+KEY = "model.family"
 _ROWS = QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, QWEN2, QWEN3, LLAMA
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ROWS}
 
 
 def family_of(shape: ModelShape) -> Family:
-    """The row that the shape names."""
-    return FAMILIES[shape.family]
+    """The row that the shape names, in the table or as `module:ROW`."""
+    row = FAMILIES.get(shape.family)
+    if row is None:
+        return own_family(shape.family)
+    return row
+
+
+@cache
+def own_family(path: str) -> Family:
+    """A user's row, at `module:ROW`. Raises UserError(model.family) where there is none."""
+    example = 'write it as "my_family:ROW", a Family in a module on PYTHONPATH (docs/models.md)'
+    row = load_object(path, KEY, "module:ROW", example)
+    if not isinstance(row, Family):
+        raise UserError(KEY, f"{path} is a {type(row).__name__}", example)
+    return row
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from megarl.model.families.layouts import (
     STACK,
     Axis,
+    Layout,
     ParamPart,
     Size,
     TensorPart,
@@ -25,6 +26,7 @@ from megarl.model.families.layouts import (
     rows,
     spread,
     vector,
+    woven,
 )
 from megarl.model.shape import ModelShape
 
@@ -126,8 +128,11 @@ def with_biases(
 
 
 @cache
-def attention(shape: ModelShape, at: Modules = ATTENTION) -> Block:
-    """Grouped-query attention, with norms of each head's queries and keys, and biases, where the shape has them."""
+def attention(shape: ModelShape, at: Modules = ATTENTION, *, wide_norms: bool = False) -> Block:
+    """Grouped-query attention, with norms of queries and keys, and biases, where the shape has them.
+
+    wide_norms: the norms are over all heads at once, so that each rank has the weights of its own heads (MiniMax-M2).
+    """
     heads = shape.num_heads
     groups = shape.num_kv_heads
     width = shape.head_dim
@@ -135,25 +140,80 @@ def attention(shape: ModelShape, at: Modules = ATTENTION) -> Block:
     k = rows("k_proj.weight", groups, width, shape.hidden_size)
     v = rows("v_proj.weight", groups, width, shape.hidden_size)
     o = cols("o_proj.weight", heads, width, shape.hidden_size)
-    norms = [vector(f"{letter}_norm.weight", width) for letter in "qk" if shape.qk_norm]
+    norms = _head_norms(shape, wide_norms)
     bias = shape.qkv_bias
     qkv = "qkv_proj.weight"
     return at.block(
         tensors=[
             *with_biases((q, k, v, o), biased=(q, k, v) if bias else ()),
-            *(norm.tensor for norm in norms),
+            *(norm.pieces[0].tensor for norm in norms),
         ],
         megatron=[
             ParamPart("linear_qkv.weight", cut(q, k, v, groups=groups), bias=bias),
             ParamPart("linear_proj.weight", cut(o)),
-            *(ParamPart(f"{norm.name[0]}_layernorm.weight", copy(norm)) for norm in norms),
+            *_norms_in_megatron(norms),
         ],
         sglang=[
             ParamPart(qkv, cut(q), bias=bias),
             ParamPart("o_proj.weight", cut(o)),
             ParamPart(qkv, spread(k), bias=bias),
             ParamPart(qkv, spread(v), bias=bias),
-            *(ParamPart(norm.name, copy(norm)) for norm in norms),
+            *(ParamPart(norm.pieces[0].name, norm) for norm in norms),
+        ],
+        takes_norm="linear_qkv",
+    )
+
+
+def _head_norms(shape: ModelShape, wide: bool = False) -> list[Layout]:
+    """The norms of queries and of keys. wide: over all heads at once."""
+    names = "q_norm.weight", "k_norm.weight"
+    if not shape.qk_norm:
+        return []
+    if not wide:
+        return [copy(vector(name, shape.head_dim)) for name in names]
+    heads = shape.num_heads, shape.num_kv_heads
+    return [
+        spread(vector(name, shape.head_dim, units))
+        for name, units in zip(names, heads, strict=True)
+    ]
+
+
+def _norms_in_megatron(norms: Iterable[Layout]) -> list[ParamPart]:
+    return [ParamPart(f"{norm.pieces[0].name[0]}_layernorm.weight", norm) for norm in norms]
+
+
+@cache
+def gated_attention(shape: ModelShape, at: Modules = ATTENTION) -> Block:
+    """Grouped-query attention whose output a sigmoid gate multiplies, with norms of each head's queries and keys.
+
+    q_proj has, for each head, the rows of its query, then those of its gate, and so has SGLang (models/qwen3_next.py).
+    Megatron's `linear_qkv` has, for each group, its queries, then its gates, its key and its value (attention.py).
+    """
+    heads = shape.num_heads
+    groups = shape.num_kv_heads
+    width = shape.head_dim
+    both = rows("q_proj.weight", heads, 2 * width, shape.hidden_size)
+    q, gate = woven("q_proj.weight", heads, (width, width), shape.hidden_size)
+    k = rows("k_proj.weight", groups, width, shape.hidden_size)
+    v = rows("v_proj.weight", groups, width, shape.hidden_size)
+    o = cols("o_proj.weight", heads, width, shape.hidden_size)
+    norms = _head_norms(shape)
+    return at.block(
+        tensors=[
+            *(whole.tensor for whole in (both, k, v, o)),
+            *(norm.pieces[0].tensor for norm in norms),
+        ],
+        megatron=[
+            ParamPart("linear_qkv.weight", cut(q, gate, k, v, groups=groups)),
+            ParamPart("linear_proj.weight", cut(o)),
+            *_norms_in_megatron(norms),
+        ],
+        sglang=[
+            ParamPart("qkv_proj.weight", cut(both)),
+            ParamPart("o_proj.weight", cut(o)),
+            ParamPart("qkv_proj.weight", spread(k)),
+            ParamPart("qkv_proj.weight", spread(v)),
+            *(ParamPart(norm.pieces[0].name, norm) for norm in norms),
         ],
         takes_norm="linear_qkv",
     )

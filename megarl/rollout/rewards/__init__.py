@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megarl.isolation.function_loading import load_object
 from megarl.isolation.service import Service as Service
 from megarl.isolation.service import ServiceError as ServiceError
 from megarl.isolation.service import TryAgain as TryAgain
@@ -15,6 +14,7 @@ from megarl.isolation.service import Unavailable as Unavailable
 from megarl.printable import short
 from megarl.types import UserError
 from megarl.types.json_objects import CallArguments
+from megarl.types.named_objects import load_object
 from megarl.types.reward_result import Failure as Failure
 from megarl.types.reward_result import RewardResult as RewardResult
 
