@@ -28,7 +28,11 @@ from megarl.environments.runtime.tool_loading import load_environment, load_tool
 from megarl.episodes.demonstrated_episode import demonstrate
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.model.families import FAMILIES
+from megarl.model.families.blocks import Layer, usual_mlp
+from megarl.model.families.family import Family, read_dense
 from megarl.model.hf_config import model_shape
+from megarl.model.shape import ModelShape
+from megarl.model.tensors import tensors
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
@@ -57,7 +61,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
-TABLES: list[dict[str, Any]] = [ALGORITHMS, FAMILIES]
+TABLES: list[dict[str, Any]] = [ALGORITHMS]
 
 
 @pytest.fixture(autouse=True)
@@ -155,22 +159,37 @@ def test_the_example_of_a_new_algorithm() -> None:
     )
 
 
-def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
-    """Its test passes, its config.json is read, and a reshard from any rank of any layout finds every element."""
-    execute("models.md")
+def test_the_example_of_a_new_model_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of its own is found by its name, and a reshard from any rank of any layout finds every element."""
+    (own, block) = blocks("models.md")
+    assert own.count("\n") <= 100
+    (tmp_path / "my_mixtral.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
     config = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 64}
     config |= {
-        "architectures": ["BaichuanForCausalLM"],
+        "architectures": ["MixtralForCausalLM"],
         "intermediate_size": 32,
-        "tie_word_embeddings": False,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = model_shape(tmp_path)
-    assert (shape.family, shape.num_kv_heads, shape.num_dense_layers) == (
-        "BaichuanForCausalLM",
-        4,
-        2,
-    )
+    shape = model_shape(tmp_path, "my_mixtral:MIXTRAL")
+    assert (shape.family, shape.num_experts) == ("my_mixtral:MIXTRAL", 4)
+    assert "model.layers.1.block_sparse_moe.experts.{}.w2.weight" in tensors(shape)
+    check_reshard(shape)
+
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/models.md", "exec"), names)
+    packed = Family("Packed", read_dense, layer=lambda shape, number: Layer(
+        names["packed_attention"](shape), usual_mlp(shape, number)
+    ))  # fmt: skip
+    monkeypatch.setitem(FAMILIES, "Packed", packed)
+    shape = ModelShape(2, 16, 4, 2, 4, 64, num_dense_layers=2, ffn_size=32, family="Packed")
+    assert tensors(shape)["model.layers.1.self_attn.W_pack.weight"] == (1, 32, 16)
+    check_reshard(shape)
+
+
+def check_reshard(shape: ModelShape) -> None:
     for tp in (1, 2, 4):
         engine = EngineLayout(count=1, tp=tp, ep=1)
         targets = sglang_map.parts(shape, engine)
@@ -183,6 +202,15 @@ def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
                 for rank in range(tp)
             ]
             assert traffic.dest.tolist() == shard_bytes + [0] * (4 - tp)
+
+
+def test_the_families_of_the_page_are_the_rows() -> None:
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    rows = [
+        f"| `{family.architecture}` | {family.models} | {family.attention} | {family.layers} |"
+        for family in FAMILIES.values()
+    ]
+    assert "\n".join(["|---|---|---|---|", *rows, ""]) in text
 
 
 def test_the_recipes_of_the_first_step_are_there_and_load() -> None:

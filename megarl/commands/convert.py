@@ -81,7 +81,7 @@ def convert_adapter(recipe: Recipe, snapshot: Snapshot, out: Path, say: Say) -> 
     """Write the adapters in PEFT's format, in this process: the model itself is not read."""
     from megarl.parallel.dist_checkpoint import read_factors
 
-    size = lora_size(recipe.lora, model_shape(recipe.model.path))
+    size = lora_size(recipe.lora, model_shape(recipe.model.path, recipe.model.family))
     assert size
     factors = read_factors(snapshot.folder)
     peft.write(factors, size, recipe.model.path, out)

@@ -39,7 +39,9 @@ def replay(recipe: Recipe, path: Path, num_groups: int | None) -> None:
     Prints how many came out the same. Raises UserError with the first that did not, and where none can be played.
     """
     file = open_samples(path)
-    if (vocab_size := model_shape(recipe.model.path).vocab_size) != file.vocab_size:
+    if (
+        vocab_size := model_shape(recipe.model.path, recipe.model.family).vocab_size
+    ) != file.vocab_size:
         raise UserError(
             str(path),
             f"it was sampled from a vocabulary of {file.vocab_size}, and that of model.path has {vocab_size}",

@@ -27,7 +27,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
 
     Raises as `megarl.controller.loop.train` does.
     """
-    vocab_size = model_shape(recipe.model.path).vocab_size
+    vocab_size = model_shape(recipe.model.path, recipe.model.family).vocab_size
     cluster = Cluster(
         recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
     )

@@ -101,6 +101,9 @@ class ModelConfig(Branch):
     """Folder of a Hugging Face checkpoint with its tokenizer."""
     config: FilePath | None = None
     """Folder with a `config.json` alone, for plans and dry runs where `model.path` is not there."""
+    family: Text | None = None
+    """Model family of your own as `module:ROW`, for checkpoints of its architecture (docs/models.md); its module may
+    lie in the folder where the command is started; null: a family of megarl."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights on both sides."""
 

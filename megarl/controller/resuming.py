@@ -264,7 +264,7 @@ def _critic_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[U
             f"{recipe.algorithm.name} has a critic, and {snapshot.folder} was written without one"
         )
         return [UserError("algorithm.name", problem, hint)]
-    if _with_defaults(then.critic.get("shape") or {}) != now["shape"]:
+    if _with_defaults(then.critic.get("shape") or {}, now["shape"]) != now["shape"]:
         problem = f"{snapshot.folder} was written with a critic of another architecture"
         return [UserError("critic.path", problem, f"{_SAME_MODEL}, or another run.name")]
     before = then.critic.get("shares_weights", False)
@@ -280,8 +280,8 @@ def model_errors(snapshot: Snapshot, recipe: Recipe) -> list[UserError]:
     Raises UserErrors where another version of megarl wrote it, or somebody changed it.
     """
     then = progress_of(snapshot)
-    shape = asdict(model_shape(recipe.model.path))
-    known = _with_defaults(then.shape)
+    shape = asdict(model_shape(recipe.model.path, recipe.model.family))
+    known = _with_defaults(then.shape, shape)
     if known == shape:
         return _adapter_errors(snapshot, then, recipe)
     key = next(name for name in shape if known.get(name) != shape[name])
@@ -298,7 +298,7 @@ def adapter_identity(recipe: Recipe) -> JsonObject | None:
     """
     if recipe.lora is None:
         return None
-    size = lora_size(recipe.lora, model_shape(recipe.model.path))
+    size = lora_size(recipe.lora, model_shape(recipe.model.path, recipe.model.family))
     assert size
     keys = recipe.lora.model_dump(mode="json", exclude={"path", "rounding", "sync"})
     keys |= {"targets": sorted(size.targets), "experts": size.expert_rank}
@@ -333,10 +333,15 @@ def _adapter_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[
     return errors
 
 
-def _with_defaults(stored: dict[str, object]) -> dict[str, object]:
-    """A checkpoint's shape, with the defaults of fields that are newer than the checkpoint."""
+def _with_defaults(stored: dict[str, object], now: dict[str, object]) -> dict[str, object]:
+    """A checkpoint's shape, without fields that are gone, and with those that are newer than the checkpoint.
+
+    They have their defaults; the family is that of the run.
+    """
     defaults = {field.name: field.default for field in fields(ModelShape)}
-    return {name: value for name, value in defaults.items() if value is not MISSING} | stored
+    defaults["family"] = now["family"]
+    known = {name: value for name, value in stored.items() if name in now}
+    return {name: value for name, value in defaults.items() if value is not MISSING} | known
 
 
 def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStream) -> GroupBuffer:

@@ -36,7 +36,7 @@ class EnvironmentRuntime:
         assert episode
         return prepare(
             load_tokenizer(path),
-            end_token_ids(path),
+            end_token_ids(path, self._recipe.model.family),
             self.thread.schemas,
             has_reply=self.thread.has_reply,
             has_reset=self.thread.has_reset,
@@ -89,7 +89,8 @@ class AgentRuntime:
         assert recipe.episode
         path = recipe.model.path
         renders = recipe.episode.history == "render"
-        tool_sets, _ = prepare_agents(load_tokenizer(path), end_token_ids(path), renders=renders)
+        stop_ids = end_token_ids(path, recipe.model.family)
+        tool_sets, _ = prepare_agents(load_tokenizer(path), stop_ids, renders=renders)
         return AgentRunner(
             recipe.episode,
             sampler,

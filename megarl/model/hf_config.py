@@ -6,12 +6,13 @@ that asks for that part.
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.model.families import FAMILIES
+from megarl.model.families import FAMILIES, KEY, own_family
 from megarl.model.families.family import Family
 from megarl.model.hf_values import ConfigFile, read_json
 from megarl.model.quantisation import Quantisation, quantisation
@@ -35,8 +36,6 @@ _SUPPORTED: dict[str, Any] = {  # variants of any family that no weight map or m
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "moe_layer_freq": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
     "rope_interleave": True,
 }
 # data types of files besides bfloat16
@@ -106,37 +105,41 @@ class HfModel:
         return self.facts
 
 
-def read_model(path: str | Path, *, has_scores: bool = False) -> HfModel:
-    """Read `config.json` without raising; has_scores: as a model with one score per token, not logits."""
+def read_model(path: str | Path, family: str | None = None, *, has_scores: bool = False) -> HfModel:
+    """Read `config.json` without raising; has_scores: as a model with one score per token, not logits.
+
+    family: `model.family` of the recipe.
+    """
     shape = None
     try:
-        config, family, is_classifier = _opened(path)
+        config, row, is_classifier = _opened(path, family)
         if is_classifier and not has_scores:
             hint = "use a language model, or name it as critic.path or reward_model.path"
             raise config.error("it is a classifier's", hint)
-        shape = _shape(config, family)
+        shape = _shape(config, row, family)
         if has_scores:
             shape = replace(shape, num_labels=1, tied=False, num_mtp_layers=0)
-        facts = _facts(config, family)
+        facts = _facts(config, row)
     except UserError as error:
         return HfModel(str(path), shape, error=error)
     return HfModel(str(path), shape, facts, config.content.get("max_position_embeddings"))
 
 
-def model_shape(path: str | Path) -> ModelShape:
+def model_shape(path: str | Path, family: str | None = None) -> ModelShape:
     """Read a language model's `config.json`. Raises UserError: no file, unknown architecture, missing key, ..."""
-    return read_model(path).shape
+    return read_model(path, family).shape
 
 
-def hf_facts(path: str | Path) -> HfFacts:
+def hf_facts(path: str | Path, family: str | None = None) -> HfFacts:
     """Read a language model's `config.json`. Raises UserError, also for what megarl does not build."""
-    return read_model(path).required_facts
+    return read_model(path, family).required_facts
 
 
-def _opened(path: str | Path) -> tuple[ConfigFile, Family, bool]:
+def _opened(path: str | Path, own: str | None) -> tuple[ConfigFile, Family, bool]:
     """`config.json`, the model's family, and whether it is the family's classifier.
 
-    Raises UserError for an unreadable file and for any other architecture.
+    own: a user's family, which comes before that of the table. Raises UserError for an unreadable file, for a family
+    that cannot be loaded, and for any other architecture.
     """
     file = Path(path) / "config.json"
     config = ConfigFile(file, read_json(file))
@@ -147,17 +150,28 @@ def _opened(path: str | Path) -> tuple[ConfigFile, Family, bool]:
     is_classifier = name.endswith(_CLASSIFIER)
     if is_classifier:
         name = name.removesuffix(_CLASSIFIER) + _MODEL
-    if name not in FAMILIES:
-        raise config.error(f"architectures is {architectures}", f"use one of {', '.join(FAMILIES)}")
-    return config, FAMILIES[name], is_classifier
+    rows = FAMILIES
+    if own:
+        rows = FAMILIES | {own_family(own).architecture: own_family(own)}
+    if name not in rows:
+        problem = f"architectures is {json.dumps(architectures):.80}"
+        if own:
+            problem += f", and {KEY} is {own}, of {own_family(own).architecture}"
+        nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)
+        hint = f"add a family as a file of your own, named in {KEY} (docs/models.md), the nearest is {nearest[0]}"
+        raise config.error(problem, f"{hint}; or use one of {', '.join(rows)}")
+    return config, rows[name], is_classifier
 
 
-def _shape(config: ConfigFile, family: Family) -> ModelShape:
+def _shape(config: ConfigFile, family: Family, own: str | None) -> ModelShape:
+    """own: the name of a user's family, which may be this one."""
     _refuse_variants(config, family)
     quantisation(config)
     common = {field: config.integer(key) for field, key in _COMMON_INTEGERS.items()}
     fields: dict[str, Any] = {**common, **family.read(config, common), **family.constants}
     fields["family"] = family.architecture
+    if own and family is own_family(own):
+        fields["family"] = own
     shape = ModelShape(**fields, tied=config.truth("tie_word_embeddings"))
     groups = top_groups = 1
     if family.has_grouped_router:
@@ -173,10 +187,32 @@ def _refuse_variants(config: ConfigFile, family: Family) -> None:
         if key not in family.own_keys and value is not None and value != supported:
             hint = f"use a checkpoint where it is {json.dumps(supported)}"
             raise config.error(f"{key} is {json.dumps(value):.60}", hint)
+    _refuse_routers(config, family)
+    window = config.content.get("sliding_window")
+    if window is not None and config.content.get("use_sliding_window") is None:
+        hint = "use a checkpoint where it is null: attention to all earlier tokens is known"
+        raise config.error(f"sliding_window is {json.dumps(window):.60}", hint)
     kinds = set(config.texts("layer_types")) - {"full_attention"}
     if kinds:
         hint = "use a checkpoint where all are full_attention"
         raise config.error(f"layer_types has {', '.join(sorted(kinds))}", hint)
+
+
+def _refuse_routers(config: ConfigFile, family: Family) -> None:
+    """Scores and groups of experts that the family's routers do not have."""
+    known: dict[str, tuple[Any, ...]] = {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy",),
+        "n_group": (1,),
+        "topk_group": (1,),
+    }
+    if family.has_grouped_router:
+        known = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+    for key, values in known.items():
+        value = config.content.get(key)
+        if value is not None and value not in values:
+            hint = f"use a checkpoint where it is {json.dumps(values[0])}, which {family.architecture} has"
+            raise config.error(f"{key} is {json.dumps(value):.60}", hint)
 
 
 def _facts(config: ConfigFile, family: Family) -> HfFacts:
@@ -258,17 +294,17 @@ def _yarn(rope: ConfigFile, family: Family) -> Yarn | None:
     return None
 
 
-def end_token_ids(path: str | Path) -> frozenset[int]:
+def end_token_ids(path: str | Path, family: str | None = None) -> frozenset[int]:
     """The tokens at which SGLang ends a response: `eos_token_id` of config.json and of generation_config.json.
 
     Raises UserError as `model_shape`, and for a value that is no token of the vocabulary.
     """
-    config, family, _ = _opened(path)
+    config, row, _ = _opened(path, family)
     configs = [config]
     other = Path(path) / "generation_config.json"
     if other.exists():
         configs.append(ConfigFile(other, read_json(other)))
-    vocab_size = _shape(config, family).vocab_size
+    vocab_size = _shape(config, row, family).vocab_size
     end_ids: set[int] = set()
     for each in configs:
         value = each.content.get("eos_token_id")

@@ -13,6 +13,13 @@ from megarl.model.shape import SCORE, ModelShape
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+# as names of linear layers that are quantised end; w1, w2 and w3 are an expert's
+_PROJECTIONS = (
+    "_proj.weight",
+    "_proj_with_mqa.weight",
+    "in_proj_qkvz.weight",
+    *(f".w{number}.weight" for number in (1, 2, 3)),
+)
 INPUT_NORM = "input_layernorm.weight"
 MLP_NORM = "post_attention_layernorm.weight"
 
@@ -72,9 +79,7 @@ def is_projection(name: str) -> bool:
 
     Those of attention, MLPs and experts, not the router, the embedding, the output layer and MTP's eh_proj.
     """
-    return name.endswith(
-        ("_proj.weight", "_proj_with_mqa.weight", "in_proj_qkvz.weight")
-    ) and not name.endswith(".eh_proj.weight")
+    return name.endswith(_PROJECTIONS) and not name.endswith(".eh_proj.weight")
 
 
 def _vector(size: int) -> Size:

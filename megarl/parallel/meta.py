@@ -127,7 +127,7 @@ def answer_requests(requests: Sequence[JsonObject]) -> list[JsonObject]:
     answers = []
     for request in requests:
         recipe = Recipe.model_validate_json(request["recipe"])
-        folder = read_model(recipe.model.path, has_scores=request["scores"])
+        folder = read_model(recipe.model.path, recipe.model.family, has_scores=request["scores"])
         try:
             facts = folder.required_facts
             shape = folder.shape

@@ -287,7 +287,7 @@ def resolve(recipe: Recipe, *, learns: bool = True) -> Roles:
     if recipe.reward_model.path or recipe.reward_model.adapters:
         reward_model = _reward_model(recipe)
     if recipe.reference.path and has_reference(recipe.algorithm, recipe.reference.use):
-        reference = read_model(recipe.reference.path)
+        reference = read_model(recipe.reference.path, recipe.model.family)
     policy = _role("policy", recipe if learns else _only_loading(recipe), 0, has_scores=False)
     return Roles(recipe, policy, critic, reward_model, reference, engine_layout(recipe))
 
@@ -341,7 +341,7 @@ def _reward_model(recipe: Recipe) -> Role:
 
 
 def _role(name: RoleName, recipe: Recipe, first_slot: int, *, has_scores: bool) -> Role:
-    model = read_model(recipe.model.path, has_scores=has_scores)
+    model = read_model(recipe.model.path, recipe.model.family, has_scores=has_scores)
     if name != "policy" and model.known_shape:
         # the keys name parts of the policy's layers and its exchanges, of which this model may lack some
         train = without_lacking(recipe.train, model.known_shape)

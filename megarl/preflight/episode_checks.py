@@ -64,7 +64,7 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
         if tokenizer is not None:
             prepared = prepare(
                 tokenizer,
-                end_token_ids(recipe.model.path),
+                end_token_ids(recipe.model.path, recipe.model.family),
                 tools,
                 has_reply=thread.has_reply,
                 has_reset=thread.has_reset,
@@ -86,7 +86,7 @@ def _read_agent(recipe: Recipe, tokenizer: Any | None, *, prepares: bool) -> Epi
         AgentThread(agent_settings(recipe, workers=1, prepares=prepares)).shutdown()
         if tokenizer is not None:
             renders = recipe.episode.history == "render"
-            stop_ids = end_token_ids(recipe.model.path)
+            stop_ids = end_token_ids(recipe.model.path, recipe.model.family)
             _, facts = prepare_agents(tokenizer, stop_ids, renders=renders)
             turn_tokenizer = TurnTokenizer(tokenizer, stop_ids)
             notes += _notes(facts)

@@ -72,7 +72,7 @@ def tokenizer_errors(tokenizer: Any, shape: ModelShape) -> ErrorIterator:
 def eos_errors(recipe: Recipe, tokenizer: Any) -> ErrorIterator:
     """No token at which the engine ends a response, or another token than the answers are taught to end with."""
     try:
-        ends = end_token_ids(recipe.model.path)
+        ends = end_token_ids(recipe.model.path, recipe.model.family)
     except UserError as error:
         yield error
         return

@@ -19,7 +19,7 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
     """
     rollout = recipe.rollout
     layout = engine_layout(recipe)
-    model = read_model(recipe.model.path)
+    model = read_model(recipe.model.path, recipe.model.family)
     lora = lora_size(recipe.lora, model.known_shape)
     return EngineSettings(
         model_path=recipe.model.path,

@@ -38,7 +38,7 @@ class Bare:
         self, recipe: Recipe, shape: ModelShape, layout: TrainLayout, rank: int, weights: Mapping
     ) -> None:
         dtype = model.DTYPES[recipe.model.dtype]
-        facts = hf_facts(recipe.model.path)
+        facts = hf_facts(recipe.model.path, recipe.model.family)
         config = model.transformer_config(facts, shape, layout, dtype, recipe.train)
         config.finalize_model_grads_func = finalize_model_grads
         stage = layout.coords(rank).pp

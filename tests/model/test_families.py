@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def transformers_logprobs(path: Path) -> list[np.ndarray]:
     return logprobs
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 ROPE = checkpoints_of_families.LATENT["rope_parameters"] | {"beta_fast": 1.0, "beta_slow": 1.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     # one group of experts, and a ramp of YaRN that begins and ends at the same frequency
@@ -156,3 +158,23 @@ def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> No
     """On one rank, which every layout equals (tests/parallel); of the other sparse families test_reference.py."""
     path = write(tmp_path, family)
     check_logprobs(path, transformers_logprobs(path))
+
+
+@pytest.mark.slow
+def test_a_family_of_a_user_computes_what_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of docs/models.md, in ranks that import it by its name."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    (own, *_) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_mixtral.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fields = checkpoints_of_families.COMMON | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    MixtralForCausalLM(MixtralConfig(**fields)).save_pretrained(tmp_path)
+    plain = recipe(tmp_path, TrainLayout(2, 1, 1, 2))
+    model_keys = plain.model.model_copy(update={"family": "my_mixtral:MIXTRAL"})
+    logprobs, *_ = run_world(plain.model_copy(update={"model": model_keys}), trainer_logprobs)
+    assert logprobs is not None
+    expected = np.concatenate(transformers_logprobs(tmp_path))
+    np.testing.assert_allclose(np.concatenate(logprobs), expected, atol=within(1e-4))

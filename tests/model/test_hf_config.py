@@ -197,3 +197,50 @@ def test_an_end_token_that_the_vocabulary_does_not_have(tmp_path: Path, value: o
     with pytest.raises(UserError, match="the vocabulary has 50 tokens") as caught:
         end_token_ids(tmp_path)
     assert caught.value.where == str(tmp_path / "generation_config.json")
+
+
+OWN = "tests.model.mixed_family:"
+
+
+def test_a_family_of_a_user_comes_before_that_of_the_table(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG | {"architectures": ["MixedForCausalLM"]})
+    assert model_shape(tmp_path, OWN + "MIXED").family == OWN + "MIXED"
+    write(tmp_path, CONFIG)
+    assert model_shape(tmp_path, OWN + "MIXED") == SHAPE, "a checkpoint of another architecture"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family", "problem"),
+    [
+        ("MixtralForCausalLM", None, r'architectures is \["MixtralForCausalLM"\].*docs/models.md'),
+        ("Qwen3NextForCausalLM", None, "the nearest is Qwen3ForCausalLM"),
+        ("OtherForCausalLM", OWN + "MIXED", "model.family is .*:MIXED, of MixedForCausalLM"),
+        ("MixedForCausalLM", OWN + "layer", "model.family: .*:layer is a function"),
+        ("MixedForCausalLM", OWN + "NONE", "model.family: .* has no 'NONE'"),
+        ("MixedForCausalLM", "no_such_module:ROW", "no_such_module cannot be imported"),
+        ("MixedForCausalLM", "MIXED", "'MIXED' is not module:ROW"),
+    ],
+)
+def test_a_family_that_is_not_there_is_refused(
+    tmp_path: Path, architecture: str, family: str | None, problem: str
+) -> None:
+    write(tmp_path, CONFIG | {"architectures": [architecture]})
+    with pytest.raises(UserError, match=problem):
+        model_shape(tmp_path, family)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "problem"),
+    [
+        (CONFIG, {"scoring_func": "sigmoid"}, 'scoring_func is "sigmoid".*"softmax", which Qwen3M'),
+        (CONFIG, {"n_group": 8}, "n_group is 8.*where it is 1, which Qwen3MoeForCausalLM has"),
+        (CONFIG, {"sliding_window": 4096}, "sliding_window is 4096"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, 'scoring_func is "softmax".*"sigmoid"'),
+        (DEEPSEEK, {"topk_method": "greedy"}, 'topk_method is "greedy".*"noaux_tc"'),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_key_and_value(
+    tmp_path: Path, config: dict[str, Any], change: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        model_shape(write(tmp_path, config | change))

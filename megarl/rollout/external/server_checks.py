@@ -41,6 +41,7 @@ class WantedServer:
     context_tokens: int
     is_seeded: bool
     has_stop_texts: bool
+    family: str | None = None  # model.family
 
     @staticmethod
     def of(recipe: Recipe) -> WantedServer:
@@ -53,13 +54,14 @@ class WantedServer:
                 "sglang is not installed",
                 "install the package that setup.py pins",
             ) from None
-        model = read_model(recipe.model.path)
+        model = read_model(recipe.model.path, recipe.model.family)
         config = read_json(Path(recipe.model.path) / "config.json")
         longest = recipe.longest_sequence
         return WantedServer(
             version=version,
             architectures=tuple(config["architectures"]),
             shape=model.shape,
+            family=recipe.model.family,
             dtype=recipe.model.dtype,
             context_tokens=min(longest, model.context_tokens or longest),
             is_seeded=recipe.rollout.seeded,
@@ -98,7 +100,9 @@ class ServerFacts:
         architectures = tuple(self.model.get("architectures") or ())
         if architectures != wanted.architectures:
             yield f"serves a {_joined(architectures)}, and model.path is a {_joined(wanted.architectures)}"
-        elif (shape := _shape_there(server.get("model_path"))) and shape != wanted.shape:
+        elif (
+            shape := _shape_there(server.get("model_path"), wanted.family)
+        ) and shape != wanted.shape:
             yield f"serves {server['model_path']}, which is of another size than model.path"
         if server.get("dtype") != wanted.dtype:
             yield f"computes in dtype {server.get('dtype')}, and model.dtype is {wanted.dtype}"
@@ -129,11 +133,11 @@ async def fitting_facts(client: ServerClient, wanted: WantedServer) -> ServerFac
     return facts
 
 
-def _shape_there(path: object) -> ModelShape | None:
+def _shape_there(path: object, family: str | None) -> ModelShape | None:
     """The model's sizes in a server's folder, where this machine can read it too."""
     if not isinstance(path, str) or not Path(path, "config.json").is_file():
         return None
-    return read_model(path).known_shape
+    return read_model(path, family).known_shape
 
 
 def _joined(names: tuple[str, ...]) -> str:
