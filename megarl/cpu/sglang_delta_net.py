@@ -30,14 +30,6 @@ def install() -> None:
         setattr(torch.ops.sgl_kernel, function.__name__, function)
 
 
-def norm_in_torch() -> None:
-    """Compute the gated norm in torch: on CPUs without AMX SGLang would launch a Triton kernel."""
-    from sglang.kernels.ops.attention.fla import fused_norm_gate
-
-    norm: Any = fused_norm_gate.FusedRMSNormGated
-    norm.forward = lambda self, x, gate: _gated_norm(x, self.weight, gate, self.eps)
-
-
 def causal_conv1d_fn_cpu(
     x: Tensor,
     weight: Tensor,
@@ -155,7 +147,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     return out
 
 
-def _gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
     """The norm of each head, times silu of its gate."""
     normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * F.silu(gate.float())).to(x.dtype)

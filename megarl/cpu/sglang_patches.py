@@ -48,7 +48,7 @@ def patch_sglang() -> None:
     pad_idle_groups()
     scatter_without_nccl()
     keep_memory_unpinned()
-    sglang_delta_net.norm_in_torch()
+    norm_in_torch()
     gate_in_torch()
 
 
@@ -276,6 +276,14 @@ def keep_memory_unpinned() -> None:
     Tensor.pin_memory = lambda self, device=None: self
     for module in (layers, torch_backend):
         vars(module)["torch"] = _UnpinnedTorch()
+
+
+def norm_in_torch() -> None:
+    """Compute the norm behind Gated DeltaNet in torch: on CPUs without AMX SGLang would launch a Triton kernel."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+
+    norm: Any = fused_norm_gate.FusedRMSNormGated
+    norm.forward = lambda self, x, gate: sglang_delta_net.gated_norm(x, self.weight, gate, self.eps)
 
 
 def gate_in_torch() -> None:

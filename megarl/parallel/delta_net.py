@@ -25,6 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megarl.device import DEVICE
 from megarl.parallel.cp_gather import scatter_heads, scatter_tokens
@@ -147,8 +148,10 @@ class DeltaNet(MegatronModule):
         heads = own_TGX.shape[1]
         qkv_TGX, ba_TGX = own_TGX.split([self.head_rows[0], self.head_rows[2]], dim=-1)
         conv_CW = self.conv1d.weight[:, 0].chunk(self.heads // heads)[part]
-        mixed_TC = causal_conv(
-            qkv_TGX.flatten(1), conv_CW, position_in_segment(bounds, len(qkv_TGX))
+        position_T = position_in_segment(bounds, len(qkv_TGX))
+        # computed again in the backward pass: it would keep a float32 copy for each of its taps
+        mixed_TC = checkpoint(
+            causal_conv, qkv_TGX.flatten(1), conv_CW, position_T, use_reentrant=False
         )
         q_TGK, k_TGK, v_TGX = mixed_TC.unflatten(1, (heads, -1)).split(
             [self.key_dim, self.key_dim, self.ratio * self.value_dim], dim=-1

@@ -91,7 +91,7 @@ class LayerRecorder(ModuleRecorder):
 
     def _watch_attention(self, attention: Any, number: int) -> None:
         if self._shape.is_linear(number):
-            self._before(attention.out_proj, number, operations.HEADS, is_split=True)
+            # not its heads: their norm makes rounding as large as the values where these are small
             self._watch_row_parallel(attention.out_proj, number, operations.ATTENTION)
             return
         if self._shape.mla:

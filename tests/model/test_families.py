@@ -30,7 +30,7 @@ from tests.parallel.precision import within
 from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, run_ranks, run_world
 
 SPARSE, DENSE = (
-    ("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite"),
+    ("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next"),
     ("qwen3", "qwen2", "llama"),
 )
 GLM = ("glm4-moe", "glm4-moe without norms", "glm4-moe-lite")
@@ -52,7 +52,12 @@ DENSE_LAYOUTS = {"kv heads < tp4": TrainLayout(4, 4, 1, 1), "tp2 pp2": TrainLayo
 # In the others a rank loads its weights through the map, too: tests/parallel/test_parity.py and test_lora.py by day.
 BY_DAY = [(family, "kv heads < tp4") for family in DENSE]
 BY_DAY += [("qwen3", "uneven vpp2"), ("qwen3-moe", "uneven vpp2")]
-BY_DAY += [("glm4-moe", "tp2 pp2 ep2"), ("glm4-moe-lite", "tp2 pp2 ep2")]
+BY_DAY += [
+    ("glm4-moe", "tp2 pp2 ep2"),
+    ("glm4-moe-lite", "tp2 pp2 ep2"),
+    ("qwen3-next", "tp2 pp2 ep2"),
+    ("qwen3-next", "uneven vpp2"),
+]
 CASES = [
     pytest.param(
         family,
@@ -153,7 +158,7 @@ def check_logprobs(path: Path, expected: list[np.ndarray]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", (*DENSE, *GLM))
+@pytest.mark.parametrize("family", (*DENSE, *GLM, "qwen3-next"))
 def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     """On one rank, which every layout equals (tests/parallel); of the other sparse families test_reference.py."""
     path = write(tmp_path, family)

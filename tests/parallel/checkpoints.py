@@ -95,6 +95,24 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "mlp_layer_types": None,
         },
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.25,
+            # the norm behind linear attention would make rounding visible where a head's output is small
+            "rms_norm_eps": 1e-3,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {}),
@@ -126,6 +144,8 @@ def write(
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if family == "deepseek-v3":
         config |= DEEPSEEK_FIELDS
+    if family == "qwen3-next":  # as in the published file, and SGLang reads it
+        config |= {"full_attention_interval": config["layer_types"].index("full_attention") + 1}
     if "n_routed_experts" in config:
         config |= {"num_nextn_predict_layers": mtp_layers}
     if mtp_layers:
@@ -139,7 +159,9 @@ def write(
 def _randomise(model: torch.nn.Module) -> None:
     """Ones would hide a wrong norm, zeros a wrong bias."""
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if name.endswith(("A_log", "dt_bias")):
+            parameter.uniform_(-0.5, 1.0)
+        elif "norm" in name:
             parameter.uniform_(0.5, 1.5)
         elif name.endswith("bias"):
             parameter.uniform_(-0.5, 0.5)

@@ -67,8 +67,12 @@ class EngineLayerRecorder(ModuleRecorder):
 
     def _watch_layer(self, layer: Any, number: int) -> None:
         self._hook(layer.input_layernorm, partial(self._see_norm, number))
-        attention = layer.self_attn
-        if hasattr(attention, "kv_a_layernorm"):
+        # Qwen3-Next has the modules of attention in the layer itself
+        attention = getattr(layer, "self_attn", layer)
+        linear = getattr(layer, "linear_attn", None)
+        if linear is not None:
+            attention = linear
+        elif hasattr(attention, "kv_a_layernorm"):
             if latent := getattr(attention, "q_a_layernorm", None):
                 self._after(latent, number, operations.QUERY_LATENT)
             self._after(attention.kv_a_layernorm, number, operations.KEY_VALUE_LATENT)
@@ -76,13 +80,17 @@ class EngineLayerRecorder(ModuleRecorder):
             self._after(query, number, operations.QUERY_PROJECTION, is_split=True)
         else:
             self._hook(attention.attn, partial(self._see_heads, number, attention))
-        self._hook(attention.o_proj, partial(self._see_projection, number))
+        if linear is None:
+            self._hook(attention.o_proj, partial(self._see_projection, number))
+        else:
+            see = partial(self._see_row_parallel, number, operations.ATTENTION)
+            self._hook(linear.out_proj, see)
         self._hook(layer.post_attention_layernorm, partial(self._see_mlp_norm, number))
         mlp = layer.mlp
         if gate := getattr(mlp, "gate", None):
             self._after(gate, number, operations.ROUTER_LOGITS)
             self._hook(mlp.topk, partial(self._see_choices, number, gate))
-            if shared := getattr(mlp, "shared_experts", None):
+            if shared := getattr(mlp, "shared_experts", getattr(mlp, "shared_expert", None)):
                 see = partial(self._see_row_parallel, number, operations.SHARED_EXPERTS)
                 self._hook(shared.down_proj, see)
             self._hook(mlp, partial(self._see_experts, number))
