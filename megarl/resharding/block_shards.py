@@ -31,15 +31,15 @@ class Grid(NamedTuple):
 
 
 @lru_cache(maxsize=_KEPT)
-def runs(layout: Layout, ranks: int, rank: int) -> tuple[Strip, ...]:
-    """The runs of part `rank` of `ranks` different parts, in the order of the parameter."""
+def strips(layout: Layout, ranks: int, rank: int) -> tuple[Strip, ...]:
+    """The strips of part `rank` of `ranks` different parts, in the order of the parameter."""
     wanted = share(layout.total, ranks, rank)
     found: list[Strip] = []
     start = 0
     for name, extent in _whole(layout):
         end = start + extent[1] - extent[0]
         first, last = intersect((start, end), wanted)
-        if first < last or not layout.total:
+        if first < last:
             held = extent[0] + first - start, extent[0] + last - start
             found.append(Strip(name, held, first - wanted[0]))
         start = end
@@ -47,18 +47,13 @@ def runs(layout: Layout, ranks: int, rank: int) -> tuple[Strip, ...]:
 
 
 def _whole(layout: Layout) -> Iterator[tuple[str, Range]]:
-    """The runs of a parameter that is not split."""
+    """The strips of a parameter that is not split."""
     for group in range(layout.groups):
         for piece in layout.pieces:
             first, last = share(piece.units, layout.groups, group)
             if piece.step == piece.size:
-                yield (
-                    piece.name,
-                    (
-                        piece.first + first * piece.size,
-                        piece.first + last * piece.size,
-                    ),
-                )
+                start = piece.first + first * piece.size
+                yield piece.name, (start, start + (last - first) * piece.size)
                 continue
             for unit in range(first, last):
                 start = piece.first + unit * piece.step
@@ -66,14 +61,14 @@ def _whole(layout: Layout) -> Iterator[tuple[str, Range]]:
 
 
 def _merged(found: Sequence[Strip]) -> list[Strip]:
-    """The runs, where one goes on in the next made one."""
+    """The strips, where one goes on in the next made one."""
     merged: list[Strip] = []
-    for run in found:
+    for strip in found:
         before = merged[-1] if merged else None
-        if before and before.name == run.name and before.extent[1] == run.extent[0]:
-            merged[-1] = before._replace(extent=(before.extent[0], run.extent[1]))
+        if before and before.name == strip.name and before.extent[1] == strip.extent[0]:
+            merged[-1] = before._replace(extent=(before.extent[0], strip.extent[1]))
         else:
-            merged.append(run)
+            merged.append(strip)
     return merged
 
 
@@ -93,7 +88,7 @@ def entry_shards(entry: ParamPart, param: str, start: int, grid: Grid) -> Iterat
     piece = entry.layout.pieces[0]
     items = share(piece.items, grid.item_ranks, grid.item_rank)
     across = (0, piece.across)
-    for name, extent, at in runs(entry.layout, grid.ranks, grid.rank):
+    for name, extent, at in strips(entry.layout, grid.ranks, grid.rank):
         if piece.is_cols:
             yield Shard(name, across, extent, param, (0, 0, at), items, entry.dtype)
             continue

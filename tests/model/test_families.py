@@ -30,7 +30,7 @@ from tests.parallel.precision import within
 from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, run_ranks, run_world
 
 SPARSE, DENSE = (
-    ("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen3-next"),
+    ("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "qwen2-moe", "qwen3-next"),
     ("qwen3", "qwen2", "llama"),
 )
 GLM = ("glm4-moe", "glm4-moe without norms", "glm4-moe-lite")
@@ -58,6 +58,7 @@ BY_DAY += [
     ("qwen3-next", "tp2 pp2 ep2"),
     ("qwen3-next", "uneven vpp2"),
 ]
+BY_DAY += [("qwen2-moe", "tp2 pp2 ep2")]
 CASES = [
     pytest.param(
         family,
@@ -158,7 +159,7 @@ def check_logprobs(path: Path, expected: list[np.ndarray]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", (*DENSE, *GLM, "qwen3-next"))
+@pytest.mark.parametrize("family", (*DENSE, *GLM, "qwen2-moe", "qwen3-next"))
 def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     """On one rank, which every layout equals (tests/parallel); of the other sparse families test_reference.py."""
     path = write(tmp_path, family)
@@ -175,7 +176,7 @@ def test_a_family_of_a_user_computes_what_transformers_does(
     (own, *_) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "my_mixtral.py").write_text(own)
     monkeypatch.syspath_prepend(str(tmp_path))
-    fields = checkpoints_of_families.COMMON | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    fields = dict(checkpoints_of_families.COMMON, num_local_experts=8, num_experts_per_tok=2)
     MixtralForCausalLM(MixtralConfig(**fields)).save_pretrained(tmp_path)
     plain = recipe(tmp_path, TrainLayout(2, 1, 1, 2))
     model_keys = plain.model.model_copy(update={"family": "my_mixtral:MIXTRAL"})

@@ -113,6 +113,16 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "linear_value_head_dim": 24,
         },
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+            "norm_topk_prob": False,
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {}),

@@ -44,6 +44,7 @@ MODELS = {
     "qwen3_next",
     "qwen3",
     "qwen2",
+    "qwen2_moe",
     "llama",
 }
 GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")

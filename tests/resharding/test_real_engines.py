@@ -69,8 +69,15 @@ GLM_FLASH = {
     "routed_scaling_factor": 1.8, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "v_head_dim": 256,
     "head_dim": 64, "qk_nope_head_dim": 192, "vocab_size": 154880,
 }  # fmt: skip
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 64, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480, "hidden_size": 3584,
+    "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 151936,
+    "head_dim": None, "norm_topk_prob": False,
+}  # fmt: skip
 CONFIGS |= {
     "qwen3-next-80b-a3b": published("qwen3-next-80b-a3b", full_attention_interval=2),
+    "qwen2-57b-a14b": published("qwen3-30b-a3b", **QWEN2_MOE),
     "glm-4.5-air": published("glm-4.5-air"),
     "glm-4.6": published("glm-4.6", first_k_dense_replace=1),
     "glm-4.7-flash": {**published("glm-4.5-air"), **GLM_FLASH},
@@ -105,6 +112,7 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
     "glm-4.6": [layout(16, 16, 4, **WHOLE), layout(32, 32, 8, draft=1, **DEEPEP)],
     "glm-4.7-flash": [layout(4, 4), layout(4, 4, 4, **DEEPEP)],
     "qwen3-next-80b-a3b": [layout(2), layout(8, 8, 4, **HEAD), layout(4, 2), layout(8, 8, 8, **DEEPEP)],
+    "qwen2-57b-a14b": [layout(4, 2), layout(4, 4, 2, **SHARED), layout(4, 4, 4, **DEEPEP)],
     "qwen2.5-32b": [layout(8), layout(4)],
     "qwen3, padded vocabulary": [layout(2), layout(4)],
     "llama-3.1-8b": [layout(8), layout(16)],
@@ -124,6 +132,7 @@ CACHE_SCALES = {
     "moonlight": 4,
     "glm-4.7-flash": 4,
     "qwen2.5-32b": 2,
+    "qwen2-57b-a14b": 2,
     "llama-3.1-8b": 2,
 }
 

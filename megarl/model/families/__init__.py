@@ -14,6 +14,7 @@ from megarl.model.families.glm4_moe import GLM4_MOE
 from megarl.model.families.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.model.families.llama import LLAMA
 from megarl.model.families.qwen2 import QWEN2
+from megarl.model.families.qwen2_moe import QWEN2_MOE
 from megarl.model.families.qwen3 import QWEN3
 from megarl.model.families.qwen3_moe import QWEN3_MOE
 from megarl.model.families.qwen3_next import QWEN3_NEXT
@@ -22,7 +23,9 @@ from megarl.types import UserError
 from megarl.types.named_objects import load_object
 
 KEY = "model.family"
-_ROWS = QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, QWEN2, QWEN3, LLAMA
+_ROWS = (
+    QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, QWEN2_MOE, QWEN2, QWEN3, LLAMA,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ROWS}
 
 

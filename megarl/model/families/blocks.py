@@ -187,7 +187,8 @@ def gated_attention(shape: ModelShape, at: Modules = ATTENTION) -> Block:
     """Grouped-query attention whose output a sigmoid gate multiplies, with norms of each head's queries and keys.
 
     q_proj has, for each head, the rows of its query, then those of its gate, and so has SGLang (models/qwen3_next.py).
-    Megatron's `linear_qkv` has, for each group, its queries, then its gates, its key and its value (attention.py).
+    Megatron's `linear_qkv` has, for each group, its queries, then its gates, its key and its value (attention.py); with
+    more tensor-parallel ranks than groups Megatron does not take a rank's own gates.
     """
     heads = shape.num_heads
     groups = shape.num_kv_heads
@@ -426,52 +427,3 @@ def usual_mlp(shape: ModelShape, layer: int, names: Experts = USUAL_EXPERTS) -> 
     if shape.is_dense(layer):
         return dense_mlp(shape)
     return experts(shape, names)
-
-
-@dataclass(frozen=True)
-class MtpFrame:
-    """A multi-token prediction layer around its transformer layer; its defaults are DeepSeek-V3's (README_WEIGHTS.md).
-
-    norms: (in the checkpoint, in Megatron) of each norm; SGLang has the checkpoint's names. projection: its matrix.
-    copies: tensors that the checkpoint has once more, by the names inside the layer: "embedding" or "head". prefix,
-    layer_prefix: begin the names in the checkpoint of the frame and of its transformer layer, {number}: the layer's
-    number, counted on from the decoder's, {index}: from 0. draft_frame, draft_layer: the same in SGLang's draft model.
-    """
-
-    norms: tuple[tuple[str, str], ...] = (
-        ("enorm", "enorm"),
-        ("hnorm", "hnorm"),
-        ("shared_head.norm", "final_layernorm"),
-    )
-    projection: str = "eh_proj"
-    copies: tuple[tuple[str, str], ...] = (
-        ("embed_tokens.weight", "embedding"),
-        ("shared_head.head.weight", "head"),
-    )
-    prefix: str = "model.layers.{number}."
-    layer_prefix: str = "model.layers.{number}."
-    draft_frame: str = "model."
-    draft_layer: str = "model.decoder."
-
-    def block(self, shape: ModelShape) -> Block:
-        """The norms, and the projection of [embedding; hidden state], which Megatron cuts and SGLang has whole."""
-        return _mtp_block(self, shape)
-
-
-@cache
-def _mtp_block(frame: MtpFrame, shape: ModelShape) -> Block:
-    hidden = shape.hidden_size
-    norms = [vector(f"{name}.weight", hidden) for name, _ in frame.norms]
-    projection = rows(f"{frame.projection}.weight", 1, hidden, 2 * hidden)
-    in_megatron = [f"{name}.weight" for _, name in frame.norms]
-    return Modules("", "", "").block(
-        tensors=[*(norm.tensor for norm in norms), projection.tensor],
-        megatron=[
-            *(ParamPart(name, copy(norm)) for name, norm in zip(in_megatron, norms, strict=True)),
-            ParamPart("eh_proj.weight", cut(projection)),
-        ],
-        sglang=[
-            *(ParamPart(norm.name, copy(norm)) for norm in norms),
-            ParamPart(projection.name, copy(projection)),
-        ],
-    )

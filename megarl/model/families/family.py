@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.model.families.blocks import Layer, MtpFrame, usual_layer
+from megarl.model.families.blocks import Layer, usual_layer
+from megarl.model.families.mtp_frame import MtpFrame
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import MlaShape, ModelShape
 
