@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.collector import collector_paused
+from megarl.cpu import sglang_delta_net
 
 _KERNELS = "sgl_kernel"
 _VISION = "torchvision"
@@ -37,6 +38,7 @@ def prepare() -> None:
     stand_in_for_torchvision()
     declare_torchvision_operators()
     stand_in_for_kernels()
+    sglang_delta_net.install()
 
 
 def patch_sglang() -> None:
@@ -49,11 +51,15 @@ def patch_sglang() -> None:
     pad_idle_groups()
     scatter_without_nccl()
     keep_memory_unpinned()
+    norm_in_torch()
+    gate_in_torch()
 
 
 def set_environment() -> None:
     """One thread a process and no busy waiting: engine, training ranks and controller share the cores."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # the convolutions' state is bfloat16 by default, whatever the engine's type
+    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling small functions costs the first batch 18 s
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -310,6 +316,24 @@ def keep_memory_unpinned() -> None:
     Tensor.pin_memory = lambda self, device=None: self
     for module in (layers, torch_backend):
         vars(module)["torch"] = _UnpinnedTorch()
+
+
+def norm_in_torch() -> None:
+    """Compute the norm behind Gated DeltaNet in torch: on CPUs without AMX SGLang would launch a Triton kernel."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+
+    norm: Any = fused_norm_gate.FusedRMSNormGated
+    norm.forward = lambda self, x, gate: sglang_delta_net.gated_norm(x, self.weight, gate, self.eps)
+
+
+def gate_in_torch() -> None:
+    """Add what a shared expert with a gate returns in torch, where SGLang launches a Triton kernel."""
+    from sglang.srt.models import qwen2_moe
+
+    def add(hidden: Tensor, gate_weight: Tensor, shared: Tensor, total: Tensor) -> None:
+        total += F.linear(hidden, gate_weight[None]).sigmoid() * shared
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = add
 
 
 class _UnpinnedTorch:

@@ -193,7 +193,7 @@ def _refuse_variants(config: ConfigFile, family: Family) -> None:
         hint = "use a checkpoint where it is null: attention to all earlier tokens is known"
         raise config.error(f"sliding_window is {json.dumps(window):.60}", hint)
     kinds = set(config.texts("layer_types")) - {"full_attention"}
-    if kinds:
+    if kinds and "layer_types" not in family.own_keys:
         hint = "use a checkpoint where all are full_attention"
         raise config.error(f"layer_types has {', '.join(sorted(kinds))}", hint)
 

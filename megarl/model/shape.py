@@ -70,6 +70,11 @@ class ModelShape:
         """Decoder layers with experts."""
         return self.num_layers - self.num_dense_layers
 
+    @property
+    def num_linear_layers(self) -> int:
+        """Decoder layers with linear attention."""
+        return sum(map(self.is_linear, range(self.num_layers)))
+
     def is_dense(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""
         return layer < self.num_dense_layers

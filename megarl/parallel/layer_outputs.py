@@ -90,6 +90,10 @@ class LayerRecorder(ModuleRecorder):
         self._after(layer, number, operations.LAYER)
 
     def _watch_attention(self, attention: Any, number: int) -> None:
+        if self._shape.is_linear(number):
+            # not its heads: their norm makes rounding as large as the values where these are small
+            self._watch_row_parallel(attention.out_proj, number, operations.ATTENTION)
+            return
         if self._shape.mla:
             self._after(getattr(attention, "q_layernorm", None), number, operations.QUERY_LATENT)
             self._after(attention.kv_layernorm, number, operations.KEY_VALUE_LATENT)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import (
@@ -32,6 +33,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.parallel.cp_gather import gather_keys
+from megarl.parallel.delta_net import DeltaNet, DeltaNetSubmodules
+from megarl.parallel.layer_kinds import GatedSelfAttention, LayerKind
 from megarl.parallel.packing import zigzag
 from megarl.parallel.prefix_attention import prefix_attention
 from megarl.parallel.routing import Router, Routing
@@ -39,15 +42,23 @@ from megarl.parallel.shared_rows import RowParams
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm for sequence parallelism: tp_attributes.py marks its weight for the sum over TP."""
+    """Root-mean-square norm for sequence parallelism: tp_attributes.py marks its weight for the sum over TP.
+
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32: in 16 bits the sum would be rounded.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.adds_one = config.layernorm_zero_centered_gamma
+        weight = torch.ones(hidden_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight * (not self.adds_one))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        if not self.adds_one:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        factor = 1 + self.weight.float()
+        return F.rms_norm(hidden.float(), factor.shape, factor, self.eps).to(hidden.dtype)
 
 
 @dataclass(frozen=True)
@@ -205,8 +216,9 @@ def use_local_layers() -> None:
     random.fp8_autocast = _nothing  # type: ignore[attr-defined]
 
 
-def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> ModuleSpec:
-    """The spec of a decoder layer, with an MLP (dense) or with experts."""
+def layer_spec(config: TransformerConfig, kind: LayerKind, routing: Routing) -> ModuleSpec:
+    """The spec of a decoder layer."""
+    dense = kind.is_dense
     latent = getattr(config, "multi_latent_attention", False)
     spec = get_gpt_layer_local_spec(
         num_experts=None if dense else config.num_moe_experts,
@@ -218,6 +230,11 @@ def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> Modu
     layer: Any = spec.submodules
     attention: Any = layer.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if kind.is_linear:
+        linears = DeltaNetSubmodules(ColumnParallelLinear, RowParallelLinear)
+        layer.self_attention = ModuleSpec(DeltaNet, submodules=linears)
+    elif config.attention_output_gate:
+        layer.self_attention.module = GatedSelfAttention
     attention.core_attention = PackedAttention
     if latent:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
@@ -230,17 +247,19 @@ def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> Modu
 
 
 def block_spec(
-    config: TransformerConfig, is_dense: Sequence[bool], routing: Routing
+    config: TransformerConfig, kinds: Sequence[LayerKind], routing: Routing
 ) -> TransformerBlockSubmodules:
-    """The specs of a model chunk's layers; is_dense: whether each layer has an MLP in place of experts."""
-    kinds = {dense: layer_spec(config, dense, routing) for dense in set(is_dense)}
-    layers = [kinds[dense] for dense in is_dense]
+    """The specs of a model chunk's layers."""
+    specs = {kind: layer_spec(config, kind, routing) for kind in set(kinds)}
+    layers = [specs[kind] for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
 
 
 def mtp_spec(config: TransformerConfig, routing: Routing) -> MultiTokenPredictionBlockSubmodules:
     """The specs of all multi-token prediction layers, each of which wraps a layer with experts."""
-    spec = get_mtp_layer_spec(layer_spec(config, False, routing), use_transformer_engine=False)
+    spec = get_mtp_layer_spec(
+        layer_spec(config, LayerKind(), routing), use_transformer_engine=False
+    )
     parts: Any = spec.submodules
     parts.enorm = parts.hnorm = parts.layer_norm = RMSNorm
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * (config.mtp_num_layers or 0))

@@ -12,24 +12,33 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm, fused_permute
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+    fused_permute,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     get_mtp_layer_spec,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megarl.device import DEVICE
-from megarl.model.families import family_of
+from megarl.model.families import FAMILIES, family_of
 from megarl.model.hf_config import HfFacts
 from megarl.model.lora_pairs import is_factor
-from megarl.model.shape import MlaShape, ModelShape
+from megarl.model.shape import DeltaShape, MlaShape, ModelShape
 from megarl.parallel.cp_by_length import follow_rows
+from megarl.parallel.delta_net import DeltaNet, DeltaNetSubmodules
 from megarl.parallel.latent import has_fused_rope, latent_fields
+from megarl.parallel.layer_kinds import GatedSelfAttention, LayerKind, delta_fields
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.optional_imports import layers_error, transformer_engine_problem
 from megarl.parallel.options import make_config
@@ -103,6 +112,7 @@ def _fixed_fields(
         "moe_router_bias_update_rate": router_bias_rate,
         **(latent_fields(shape.mla, facts) if shape.mla else {}),
         **_layout_fields(shape, layout),
+        **(delta_fields(shape.delta) if shape.delta else {}),
         **family_of(shape).megatron,
         "variable_seq_lengths": True,
         "params_dtype": dtype,
@@ -215,8 +225,20 @@ def transformer_config(
 
 def fixed_field_names() -> set[str]:
     """The names of the fields of TransformerConfig that a recipe cannot set."""
-    nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1, mla=MlaShape(1, 1, 1, 1, 1))
-    return set(_fixed_fields(nothing, TrainLayout(1, 1, 1, 1), _NO_FACTS, torch.float32, 0.0))
+    nothing = ModelShape(
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        mla=MlaShape(1, 1, 1, 1, 1),
+        delta=DeltaShape(1, 1, 1, 1, 1, 1),
+        num_experts=1,
+    )
+    of_families = {name for family in FAMILIES.values() for name in family.megatron}
+    fixed = _fixed_fields(nothing, TrainLayout(1, 1, 1, 1), _NO_FACTS, torch.float32, 0.0)
+    return fixed.keys() | of_families
 
 
 def default_field_names(shape: ModelShape) -> set[str]:
@@ -279,10 +301,11 @@ def build_chunks(
     chunks = []
     for chunk in range(layout.vpp):
         last = stage == layout.pp - 1 and chunk == layout.vpp - 1
-        is_dense = [
-            shape.is_dense(layer) for layer in layout.layers(stage, shape.num_layers, chunk)
+        kinds = [
+            LayerKind(shape.is_dense(layer), shape.is_linear(layer))
+            for layer in layout.layers(stage, shape.num_layers, chunk)
         ]
-        block, mtp = _specs(config, is_dense, routing, with_mtp=last and shape.num_mtp_layers > 0)
+        block, mtp = _specs(config, kinds, routing, with_mtp=last and shape.num_mtp_layers > 0)
         if family_of(shape).has_wide_norms:
             use_wide_norms(config, block.layer_specs)
         model = Chunk(
@@ -319,15 +342,14 @@ def _keep_mtp_activations(chunk: Chunk) -> None:
 
 
 def _specs(
-    config: TransformerConfig, is_dense: Sequence[bool], routing: Routing, with_mtp: bool
+    config: TransformerConfig, kinds: Sequence[LayerKind], routing: Routing, with_mtp: bool
 ) -> tuple[Any, Any]:
     """The layer specs of a chunk, and of its multi-token prediction layers."""
     if not TRANSFORMER_ENGINE:
-        return block_spec(config, is_dense, routing), mtp_spec(
-            config, routing
-        ) if with_mtp else None
+        return block_spec(config, kinds, routing), mtp_spec(config, routing) if with_mtp else None
 
-    def layer(dense: bool) -> Any:
+    def layer(kind: LayerKind) -> Any:
+        dense = kind.is_dense
         spec: Any = get_gpt_layer_with_transformer_engine_spec(
             num_experts=None if dense else config.num_moe_experts,
             moe_grouped_gemm=not dense,
@@ -336,12 +358,17 @@ def _specs(
         )
         if not dense:
             spec.submodules.mlp.submodules.router = partial(Router, routing=routing)
+        if kind.is_linear:
+            linears = DeltaNetSubmodules(TELayerNormColumnParallelLinear, TERowParallelLinear)
+            spec.submodules.self_attention = ModuleSpec(DeltaNet, submodules=linears)
+        elif config.attention_output_gate:
+            spec.submodules.self_attention.module = GatedSelfAttention
         return spec
 
-    specs: list[Any] = [layer(dense) for dense in is_dense]
+    specs: list[Any] = [layer(kind) for kind in kinds]
     # Built anew, because the chunk may have no decoder layer that could be copied.
     mtp: Any = (
-        get_mtp_layer_spec(layer(dense=False), use_transformer_engine=True) if with_mtp else None
+        get_mtp_layer_spec(layer(LayerKind()), use_transformer_engine=True) if with_mtp else None
     )
     layers = [mtp] * (config.mtp_num_layers or 0)
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)  # type: ignore[arg-type]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 from megarl.device import DEVICE
 from megarl.printable import first_line
@@ -90,6 +91,15 @@ def transformer_engine_problem() -> str:
     except ImportError as error:
         return str(error).partition("\n")[0]
     return ""
+
+
+def delta_rule_kernel() -> Callable[..., Any] | None:
+    """flash-linear-attention's kernel of the gated delta rule, which is for GPUs; None where it is not installed."""
+    try:
+        rules = importlib.import_module("fla.ops.gated_delta_rule")
+    except ImportError:
+        return None
+    return rules.chunk_gated_delta_rule
 
 
 def layers_error(

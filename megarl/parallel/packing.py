@@ -101,6 +101,43 @@ def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:
     return np.concatenate(places)
 
 
+@dataclass(frozen=True)
+class RankOrder:
+    """How the shares of context-parallel ranks, one behind the other, hold the T tokens of a row.
+
+    order_T: where they hold the row's tokens; places_T: the places in the row of what they hold.
+    """
+
+    order_T: Tensor
+    places_T: Tensor
+
+
+def rank_order(bounds: Tensor, length: int, cp: int) -> RankOrder:
+    """As `zigzag` splits a row of `length` tokens; bounds: of its segments, which stay on their device."""
+    place_T, segment_T = _segments_of(bounds, length)
+    start_T = bounds[segment_T].long()
+    chunk_T = (bounds[segment_T + 1] - start_T) // (2 * cp)
+    inside_T = place_T - start_T
+    number_T = inside_T // chunk_T
+    is_late = number_T >= cp
+    rank_T = torch.where(is_late, 2 * cp - 1 - number_T, number_T)
+    own_T = start_T // cp + is_late * chunk_T + inside_T % chunk_T
+    order_T = rank_T * (len(place_T) // cp) + own_T
+    return RankOrder(order_T, torch.argsort(order_T))
+
+
+def position_in_segment(bounds: Tensor, length: int) -> Tensor:
+    """[T]: how many tokens of its segment are before each token of a row of `length` tokens."""
+    place_T, segment_T = _segments_of(bounds, length)
+    return place_T - bounds[segment_T]
+
+
+def _segments_of(bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """[T] of each: the places of a row, and the segment of each."""
+    place_T = torch.arange(length, device=bounds.device)
+    return place_T, torch.searchsorted(bounds[1:].long(), place_T, right=True)
+
+
 def pack(
     sequences: Sequence[TrainSequence],
     old_logp: TokenArrays | None = None,

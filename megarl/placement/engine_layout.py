@@ -118,6 +118,9 @@ class EngineLayout:
             yield UserError("rollout.engine.ep", problem, hint)
         if self.tp % self.ep or self.tp % self.dp:
             return
+        if shape.delta and self.fp8:
+            problem = "SGLang's linear attention has projections that 128 x 128 tiles do not fit"
+            yield UserError("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false")
         yield from self._model_errors(shape)
 
     @listed
@@ -196,6 +199,9 @@ class EngineLayout:
             problems.append(
                 f"{ranks} neither divides nor is a multiple of the key/value heads ({kv_heads})"
             )
+        if shape.delta and shape.delta.num_key_heads % ranks:
+            heads = shape.delta.num_key_heads
+            problems.append(f"{ranks} does not divide linear attention's key heads ({heads})")
         for width, parts, what in self._widths(shape):
             if width % parts:
                 problems.append(f"{parts} does not divide the width of {what} ({width})")

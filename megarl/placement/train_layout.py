@@ -130,7 +130,7 @@ class TrainLayout:
 
     def errors(self, shape: ModelShape) -> list[UserError]:
         """Errors of sizes that this layout does not divide, in the model and in the world."""
-        errors = self._tp_errors(shape) + self._stage_errors(shape)
+        errors = self._tp_errors(shape) + self._stage_errors(shape) + self._cp_errors(shape)
         dense = self.tp * self.cp * self.pp
         if self.world_size % dense:
             if self.cp == 1:
@@ -149,6 +149,16 @@ class TrainLayout:
         return errors + (
             self._expert_errors(shape) if shape.num_experts else self._no_expert_errors()
         )
+
+    def _cp_errors(self, shape: ModelShape) -> list[UserError]:
+        """Linear attention shares out a TP rank's key heads over the context-parallel ranks."""
+        cp = max(self.cp, self.max_cp)
+        if shape.delta is None or shape.delta.num_key_heads // self.tp % cp == 0:
+            return []
+        heads = shape.delta.num_key_heads // self.tp
+        problem = f"{cp} does not divide the {heads} key heads of linear attention on a TP rank"
+        hint = f"set train.cp to {nearest(cp, divisors(max(heads, 1)))}, or lower train.tp"
+        return [UserError("train.cp", problem, hint)]
 
     def _tp_errors(self, shape: ModelShape) -> list[UserError]:
         valid = [
@@ -173,6 +183,8 @@ class TrainLayout:
             sizes["the shared experts' width"] = shape.num_shared_experts * shape.moe_ffn_size
         if shape.num_experts and self.ep == 1:
             sizes["the experts' width"] = shape.moe_ffn_size
+        if shape.delta:
+            sizes["linear attention's key heads"] = shape.delta.num_key_heads
         problems = [
             f"does not divide {what} ({size})" for what, size in sizes.items() if size % self.tp
         ]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.model.families import has_output_gate
 from megarl.model.shape import ModelShape
 from megarl.placement.overlaps import PAIRED_PASSES
 from megarl.placement.recomputation import recompute_fields
@@ -28,7 +29,7 @@ LOGITS_CHUNK_BYTES = 256 << 20  # parallel/logprobs.py: CHUNK_BYTES and KEPT_BYT
 LOGITS_CHUNKS = 2.5  # parallel/logprobs.py: a chunk's logits twice, in bfloat16 half once more
 # Megatron's recompute_modules -> parts that are then not kept (transformer_config.py)
 DROPPED_BY = {
-    "core_attn": {"lse"},
+    "core_attn": {"lse", "rule"},
     "mla_up_proj": {"up_projections"},
     "layernorm": {"norm_outputs"},
     "mlp": {"mlp"},
@@ -62,7 +63,7 @@ class RowSize:
         """Hidden states between two layers: s h b."""
         return self.share * self.shape.hidden_size * self.item
 
-    def layer(self, dense: bool) -> dict[str, float]:
+    def layer(self, dense: bool, linear: bool = False) -> dict[str, float]:
         """Bytes that one layer saves when nothing is recomputed, by part.
 
         inputs: of the two norms, 2 s h b; their outputs: the same. TransformerEngine fuses the norm before an MLP, and
@@ -74,7 +75,10 @@ class RowSize:
             "norm_outputs": num_apart * self.boundary_bytes,
             "fused_norm_outputs": (2 - num_apart) * self.boundary_bytes,
         }
-        bytes_by_part |= self._latent_attention() if self.shape.mla else self._attention()
+        if linear:
+            bytes_by_part |= self._linear_attention()
+        else:
+            bytes_by_part |= self._latent_attention() if self.shape.mla else self._attention()
         if dense:
             return bytes_by_part | {
                 "mlp": self._gated(self.tokens, self.shape.ffn_size / self.layout.tp)
@@ -85,6 +89,7 @@ class RowSize:
         """q, k, v before a norm of each head (if there is one) and behind it: t (heads + 2 kv heads) d b / TP each.
 
         The result t heads d b / TP, which the output projection reads too; float32 log-sum-exp of each query and head.
+        A gate of the result is as large as the queries, and so is what is multiplied with it.
         """
         shape = self.shape
         per_rank = self.tokens / self.layout.tp
@@ -92,10 +97,34 @@ class RowSize:
         # fewer than ranks: the group is gathered
         kv_heads = max(shape.num_kv_heads, self.layout.tp)
         times = 2 if shape.qk_norm else 1
+        heads = times * (shape.num_heads + kv_heads) + kv_heads
+        heads += 2 * shape.num_heads * has_output_gate(shape)
         return {
-            "qkv": per_rank * (times * (shape.num_heads + kv_heads) + kv_heads) * width,
+            "qkv": per_rank * heads * width,
             "attention_out": per_rank * shape.num_heads * width,
             "lse": per_rank * shape.num_heads * 4,
+        }
+
+    def _linear_attention(self) -> dict[str, float]:
+        """As parallel/delta_net.py saves: with c channels of q, k, v what is projected, c + v + 2 heads, and c again.
+
+        The rule has the convolution's result c, queries and keys in float32 and as repeated for each value head, decay
+        and beta in float32, and 64 numbers of each head for the products inside a chunk. The gated norm has its input,
+        its gate and two products in float32, and its result.
+        """
+        delta = self.shape.delta
+        assert delta is not None
+        per_rank = self.tokens / self.layout.tp
+        heads = delta.num_value_heads
+        keys = 2 * delta.num_key_heads * delta.key_dim
+        values = heads * delta.value_dim
+        channels = keys + values
+        repeated = 2 * heads * delta.key_dim
+        return {
+            "projected": per_rank * (2 * channels + values + 2 * heads) * self.item,
+            "rule": per_rank
+            * ((channels + repeated + 64 * heads) * self.item + (keys + 2 * heads) * 4),
+            "gated_norm": per_rank * values * (4 * 4 + self.item),
         }
 
     def _latent_attention(self) -> dict[str, float]:
@@ -148,16 +177,21 @@ class RowSize:
 
 
 def kept_and_recomputed(
-    row: RowSize, layers: Sequence[bool], options: dict[str, Any]
+    row: RowSize,
+    layers: Sequence[bool],
+    options: dict[str, Any],
+    are_linear: Sequence[bool] = (),
 ) -> tuple[float, float]:
     """Bytes that a chunk of these layers keeps of each micro-batch, and of one more at a time in the backward pass.
 
     The latter are what is recomputed, and the gradients on their way through the layer (`RowSize.working_bytes`).
 
-    layers: of each whether it has an MLP in place of experts. options: Megatron's recompute_* fields: full keeps the
+    layers: of each whether it has an MLP in place of experts. are_linear: whether it has linear attention; (): none
+    has. options: Megatron's recompute_* fields: full keeps the
     input of each run of layers (uniform) or of the first ones (block); selective drops parts.
     """
-    saved = [row.layer(dense) for dense in layers]
+    linear = are_linear or [False] * len(layers)
+    saved = [row.layer(*kinds) for kinds in zip(layers, linear, strict=True)]
     working = max((row.working_bytes(dense) for dense in layers), default=0.0)
     mode = options.get("recompute_granularity")
     number = options.get("recompute_num_layers") or 1
@@ -210,7 +244,9 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     for chunk, number in enumerate(waiting):
         layers = layout.layers(stage, size.shape.num_layers, chunk)
         are_dense = list(map(size.shape.is_dense, layers))
-        kept, once = kept_and_recomputed(row, are_dense, recompute_fields(train, stage))
+        options = recompute_fields(train, stage)
+        are_linear = list(map(size.shape.is_linear, layers))
+        kept, once = kept_and_recomputed(row, are_dense, options, are_linear)
         total += number * kept
         again = max(again, once)
     if stage == layout.pp - 1:

@@ -8,7 +8,7 @@ from functools import cached_property
 from megarl.config.hardware import Hardware
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
-from megarl.plan.engine_memory import layers_of, weight_bytes
+from megarl.plan.engine_memory import layers_of, request_bytes, weight_bytes
 from megarl.resharding.routes import item_bytes
 from megarl.training.flops import forward_flops
 
@@ -194,13 +194,15 @@ class EngineSpeed:
             * rows
             * tokens
             * context
-            * shape.num_layers
+            * (shape.num_layers - shape.num_linear_layers)
             * shape.num_heads
             * width
             / self.layout.attention_tp
         )
         in_products = flops / (self.hardware.bf16_flops * ATTENTION_SHARE)
-        return max(self.kv_bytes * rows * context / self.hardware.hbm_reached_per_s, in_products)
+        # linear attention reads and writes its states, whatever the context
+        read = rows * (self.kv_bytes * context + 2 * request_bytes(shape, self.layout))
+        return max(read / self.hardware.hbm_reached_per_s, in_products)
 
     def _experts_s(self, running: int) -> float:
         """Each token chooses its experts evenly and by itself: the share that is read is 1 - (1 - k / E) ^ tokens."""

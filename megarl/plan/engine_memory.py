@@ -48,6 +48,8 @@ DEEPEP_MIB = 2 << 10
 LOGIT_BYTES = 6.0
 # of a verified token's scaled logits, probabilities and drafts' probabilities (eagle_utils.py)
 VERIFIED_BYTES = 12.0
+STATES_OVER_CACHE = 0.9  # SGLang's mamba_full_memory_ratio
+STATE_SLOTS = 3  # SGLang's MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
 
 
@@ -61,6 +63,8 @@ class Settings:
     max_total_tokens: int | None
     cache_item_bytes: int
     prefill_graphs_mib: int = 0
+    # of what the weights leave, for linear attention's states; the rest is the KV cache's
+    state_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,16 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
         item = 2
     else:
         item = 4
-    return Settings(fraction, chunk, graphs, arguments.get("max_total_tokens"), item, prefill)
+    most = arguments.get("max_total_tokens")
+    return Settings(fraction, chunk, graphs, most, item, prefill)
+
+
+def with_states(settings: Settings, recipe: Recipe, shape: ModelShape) -> Settings:
+    """The settings of an engine that keeps states too, where the model has linear attention."""
+    if shape.delta is None:
+        return settings
+    ratio = recipe.rollout.engine.sglang.get("mamba_full_memory_ratio") or STATES_OVER_CACHE
+    return replace(settings, state_share=ratio / (1 + ratio))
 
 
 def _has_prefill_graphs(arguments: Mapping[str, Any]) -> bool:
@@ -141,10 +154,17 @@ def _weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> tuple[
         derived = layers_of(shape, engine) * of_heads * shape.mla.kv_lora_rank * item_bytes(dtype)
     # layers of a kind are alike: one of each is laid out
     without = replace(shape, num_layers=0, num_dense_layers=0)
-    kinds = {
-        replace(without, num_layers=1, num_dense_layers=1): shape.num_dense_layers,
-        replace(without, num_layers=1): shape.num_sparse_layers,
-    }
+    if shape.delta:
+        # which has linear attention in the first layer, and in no layer
+        linear = replace(without, num_layers=1, delta=replace(shape.delta, full_every=2))
+        full = replace(linear, delta=replace(shape.delta, full_every=1))
+        num_linear = shape.num_linear_layers
+        kinds = {linear: num_linear, full: shape.num_layers - num_linear}
+    else:
+        kinds = {
+            replace(without, num_layers=1, num_dense_layers=1): shape.num_dense_layers,
+            replace(without, num_layers=1): shape.num_sparse_layers,
+        }
     others = _laid_out_bytes(without, engine, dtype)
     total = others + derived
     for kind, count in kinds.items():
@@ -164,7 +184,21 @@ def _laid_out_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> IntA
 
 def layers_of(shape: ModelShape, engine: EngineLayout) -> int:
     """The layers with a KV cache: the draft model has one."""
-    return shape.num_layers + (engine.draft > 0)
+    return shape.num_layers - shape.num_linear_layers + (engine.draft > 0)
+
+
+def request_bytes(shape: ModelShape, engine: EngineLayout) -> float:
+    """Of one request's states on one GPU: those of the rule in float32, those of the convolutions in bfloat16.
+
+    SGLang has so many bytes in each of its slots (configs/mamba_utils.py).
+    """
+    delta = shape.delta
+    if delta is None:
+        return 0.0
+    values = delta.num_value_heads * delta.value_dim
+    channels = 2 * delta.num_key_heads * delta.key_dim + values
+    of_layer = 4 * values * delta.key_dim + 2 * channels * (delta.kernel_size - 1)
+    return shape.num_linear_layers * of_layer / engine.attention_tp
 
 
 def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
@@ -178,6 +212,17 @@ def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
     return 2 * layers_of(shape, engine) * heads * shape.head_dim * item
 
 
+def most_states(settings: Settings, cache_bytes: float, of_request: float) -> float:
+    """Requests of a group that linear attention has states for, beside a KV cache of so many bytes; no end without it.
+
+    SGLang keeps three slots for each that runs: prefixes in its cache have states too (kv_cache_configurator.py).
+    """
+    if not of_request:
+        return math.inf
+    share = settings.state_share
+    return cache_bytes * share / (1 - share) // (STATE_SLOTS * of_request)
+
+
 def kept_bytes(settings: Settings, engine: EngineLayout) -> int:
     """Of a GPU, taken of what the cache has left and kept while training: CUDA graphs, and DeepEP's buffers.
 
@@ -189,19 +234,27 @@ def kept_bytes(settings: Settings, engine: EngineLayout) -> int:
 
 def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: int) -> int:
     """Tokens that fit with the weights into the static share of the free memory; 0 or less: SGLang cannot start."""
-    fits = math.floor((settings.mem_fraction_static * free_bytes - weights) / of_token)
+    left = settings.mem_fraction_static * free_bytes - weights
+    fits = math.floor((1 - settings.state_share) * left / of_token)
     if settings.max_total_tokens is None:
         return fits
     return min(fits, settings.max_total_tokens)
 
 
-def kv_of(recipe: Recipe, tokens: int, of_token: int, running_tokens: int) -> Kv:
-    """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
+def kv_of(
+    recipe: Recipe, tokens: int, of_token: int, running_tokens: int, most_states: float = math.inf
+) -> Kv:
+    """tokens: of one GPU. DP attention's groups each have a cache of their own requests.
+
+    most_states: requests of a group for which linear attention has states.
+    """
     engine = recipe.rollout.engine
     sequences = step_sequences(recipe)
-    most = min(sequences, limit_of(recipe, sequences))
+    most = min(sequences, limit_of(recipe, sequences), most_states * engine.dp)
     lengths = (recipe.longest_sequence, running_tokens)
-    at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)
+    at_longest, at_mean = (
+        int(min(most, max(0, tokens) // length * engine.dp)) for length in lengths
+    )
     return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, running_tokens, sequences)
 
 

@@ -253,6 +253,15 @@ class RankLayers:
         if mla:
             width = shape.num_heads * (mla.nope_dim + mla.rope_dim + mla.v_dim)
         own = tokens / layout.cp * width / layout.tp * ACTIVATION_BYTES
+        if shape.delta:
+            # linear attention exchanges tokens for heads instead, there and back
+            delta = shape.delta
+            values = delta.num_value_heads * delta.value_dim
+            sent = 2 * (delta.num_key_heads * delta.key_dim + values + delta.num_value_heads)
+            share = shape.num_linear_layers / shape.num_layers
+            per_rank = sent / layout.cp
+            width = (1 - share) * width + share * per_rank
+            own = tokens / layout.cp * width / layout.tp * ACTIVATION_BYTES
         shares = self.ring_shares or {layout.cp: 1.0}
         return sum(
             share * (cp - 1) * own / self.link_per_s(layout.tp * cp) for cp, share in shares.items()

@@ -36,10 +36,13 @@ from megarl.plan.engine_memory import (
     cache_tokens,
     kept_bytes,
     kv_of,
+    most_states,
+    request_bytes,
     running_bytes,
     settings_of,
     token_bytes,
     weight_bytes,
+    with_states,
 )
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, ModelSizes
@@ -118,7 +121,9 @@ def plan_memory(
         slot_bytes=totals,
         host=count.host(samples, work.copies),
         host_capacity_bytes=hardware.host_bytes,
-        kv=kv_of(recipe, count.tokens, count.token_bytes, samples.running_tokens),
+        kv=kv_of(
+            recipe, count.tokens, count.token_bytes, samples.running_tokens, count.most_states
+        ),
     )
 
 
@@ -170,14 +175,17 @@ class _SlotMemory:
         self.sizes = sizes
         self.engine = engine_layout(recipe)
         self.policy = sizes["policy"]
-        self.settings = settings_of(recipe, hardware)
         shape = self.policy.shape
+        self.settings = with_states(settings_of(recipe, hardware), recipe, shape)
         self.engine_weights = weight_bytes(shape, self.engine, recipe.model.dtype)
         self.token_bytes = token_bytes(shape, self.engine, self.settings.cache_item_bytes)
         self.slots = self._slots(micro_batches)
         rooms = [self._tokens(slot, slot.engine) for slot in {*self.slots} if slot.engine]
         # external engines are on none of these slots
         self.tokens = min(rooms, default=0)
+        cache_bytes = float(max(0, self.tokens) * self.token_bytes)
+        of_request = request_bytes(shape, self.engine)
+        self.most_states = most_states(self.settings, cache_bytes, of_request)
 
     def _slots(self, micro_batches: int) -> list[_Slot]:
         engine = self.engine
@@ -235,7 +243,11 @@ class _SlotMemory:
         weights = Parts(engine_weights_bytes=rank.weights_bytes)
         if phase == "reshard" and rank.releases:
             return weights
-        held = weights + Parts(kv_cache_bytes=max(0, self.tokens) * self.token_bytes)
+        held = weights + Parts(
+            kv_cache_bytes=math.ceil(
+                max(0, self.tokens) * self.token_bytes / (1 - self.settings.state_share)
+            )
+        )
         if phase == "rollout":
             sequences = step_sequences(self.recipe)
             most = min(sequences, (self.settings.graph_sequences or sequences) * self.engine.dp)

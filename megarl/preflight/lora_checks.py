@@ -38,6 +38,10 @@ def lora_errors(roles: Roles) -> ErrorIterator:
     size = roles.policy.lora
     if size is None:
         return
+    if shape and shape.delta:
+        problem = "adapters of a model with linear attention are not supported"
+        yield UserError("lora", problem, "remove it: all weights are trained then")
+        return
     yield from _target_errors(recipe, size, shape)
     yield from _combination_errors(recipe, size)
     if size.in_slots:

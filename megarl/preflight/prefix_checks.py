@@ -30,6 +30,9 @@ def prefix_errors(roles: Roles) -> ErrorIterator:
         if role.recipe.train.cp != 1:
             why = "context parallelism cuts each sequence by itself"
             yield _refused(why, f"{role.branch}.cp", "1")
+    if any(role.shape.delta for role in roles.models.values() if role.model.known_shape):
+        why = "linear attention has one state for each sequence, not for each of its tokens"
+        yield UserError(_KEY, f"true, but {why}", "set it to false")
     if train.mtp_loss:
         why = "what the last token of a prompt predicts further ahead begins with the next token of each sample"
         yield _refused(why, "train.mtp_loss", "0")

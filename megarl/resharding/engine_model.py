@@ -38,6 +38,7 @@ _UNKNOWN_MOE_LAYOUTS = {
     "load_up_proj_weight_first": _OTHER_BACKEND,
     "w13_swiglu_interleaved": "leave SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED out of the environment",
 }
+_PLUS_ONE = "gemma_weight"  # of norms that multiply by 1 + their weight, the sum
 _REPLICATED_QUERIES = "w_kc_qrep"  # a copy of weights that SGLang makes once, at its start
 _CACHE_SCALES = ("k_scale", "v_scale")
 # the attribute of a model with the number of its adapter's slot
@@ -176,6 +177,8 @@ def write_constants(model: torch.nn.Module) -> None:
 @torch.no_grad()
 def refresh_derived(model: torch.nn.Module) -> None:
     """Recompute all derived tensors; call it when every parameter is written."""
+    for _, norm in _norms_of_one(model):
+        norm.get_buffer(_PLUS_ONE).copy_(norm.get_parameter("weight") + 1.0)
     derive = getattr(model, "post_load_weights", None)
     if derive is not None:
         derive()
@@ -190,12 +193,24 @@ def constant_errors(model: torch.nn.Module) -> list[str]:
 @torch.no_grad()
 def derived_errors(model: torch.nn.Module) -> list[str]:
     """A description of each derived tensor that is not bitwise equal to the one computed from the parameters."""
-    return [
+    errors = [
+        f"{name}.{_PLUS_ONE} differs from its weight + 1"
+        for name, norm in _norms_of_one(model)
+        if not torch.equal(norm.get_buffer(_PLUS_ONE), norm.get_parameter("weight") + 1.0)
+    ]
+    return errors + [
         f"{name} differs from its kv_b_proj.weight"
         for name, module in model.named_modules()
         for name, actual, expected in _derived(name, module)
         if actual.dtype != expected.dtype or not torch.equal(actual, expected)
     ]
+
+
+def _norms_of_one(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The norms that multiply by 1 + their weight, of which some kernels read the sum (layers/layernorm.py)."""
+    for name, module in model.named_modules():
+        if hasattr(module, _PLUS_ONE):
+            yield name, module
 
 
 def _derived(name: str, attention: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from megarl.model.families import has_output_gate
 from megarl.model.shape import ModelShape
 from megarl.training.shared_prompts import Prompted, summed_sizes
 from megarl.types import IntArray, Metrics
@@ -113,6 +114,7 @@ def module_forward_flops(shape: ModelShape, lengths: IntArray) -> dict[str, floa
     routed = shape.num_sparse_layers * (
         shape.hidden_size * shape.num_experts + shape.experts_per_token * expert
     )
+    num_full = shape.num_layers - shape.num_linear_layers
     linear = {
         "mla_up_proj": shape.num_layers * _up_projections(shape),
         "mlp": shape.num_dense_layers * 3 * shape.hidden_size * shape.ffn_size,
@@ -120,7 +122,9 @@ def module_forward_flops(shape: ModelShape, lengths: IntArray) -> dict[str, floa
         "shared_experts": shared,
     }
     flops = {part: 2.0 * tokens * multiply_adds for part, multiply_adds in linear.items()}
-    return flops | {"core_attn": 2.0 * pairs * shape.num_layers * _attention(shape)[1]}
+    core = pairs * num_full * _attention(shape)[1]
+    core += tokens * shape.num_linear_layers * _linear_attention(shape)[1]
+    return flops | {"core_attn": 2.0 * core}
 
 
 def _up_projections(shape: ModelShape) -> int:
@@ -142,11 +146,27 @@ def _multiply_adds(shape: ModelShape) -> tuple[int, int]:
     sparse_layer = (
         hidden * shape.num_experts + (shape.experts_per_token + shape.num_shared_experts) * expert
     )
-    linear = shape.num_layers * attention + dense * 3 * hidden * shape.ffn_size
+    num_full = shape.num_layers - shape.num_linear_layers
+    linear = num_full * attention + shape.num_linear_layers * sum(_linear_attention(shape))
+    linear += dense * 3 * hidden * shape.ffn_size
     linear += shape.num_sparse_layers * sparse_layer + hidden * (
         shape.num_labels or shape.vocab_size
     )
-    return linear, shape.num_layers * per_pair
+    return linear, num_full * per_pair
+
+
+def _linear_attention(shape: ModelShape) -> tuple[int, int]:
+    """(projections; convolution and recurrence) of one layer of Gated DeltaNet, for each token.
+
+    A value head multiplies its state three times: with the key, with what is corrected, and with the query.
+    """
+    delta = shape.delta
+    if delta is None:
+        return 0, 0
+    keys = 2 * delta.num_key_heads * delta.key_dim
+    values = delta.num_value_heads * delta.value_dim
+    projections = shape.hidden_size * (keys + 3 * values + 2 * delta.num_value_heads)
+    return projections, (keys + values) * delta.kernel_size + 3 * values * delta.key_dim
 
 
 def _attention(shape: ModelShape) -> tuple[int, int]:
@@ -155,7 +175,8 @@ def _attention(shape: ModelShape) -> tuple[int, int]:
     heads = shape.num_heads
     if shape.mla is None:
         width = shape.head_dim
-        return 2 * hidden * width * (heads + shape.num_kv_heads), 2 * heads * width
+        projections = 2 * (heads + shape.num_kv_heads) + heads * has_output_gate(shape)
+        return hidden * width * projections, 2 * heads * width
     mla = shape.mla
     key = mla.nope_dim + mla.rope_dim
     if mla.q_lora_rank is None:

@@ -328,6 +328,7 @@ def test_it_says_what_the_paper_says(name: str) -> None:
 # as the model cards have them; DeepSeek's README_WEIGHTS.md counts prediction layers apart
 PARAMETERS = {
     "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "deepseek-v3": 671e9, "qwen2.5-32b": 32.8e9, "kimi-k2": 1026.4e9,
+    "qwen3-next-80b-a3b": 79.67e9,
 }  # fmt: skip
 # published as whole billions: of the decoder, and of the files with their prediction layer
 GLM_PARAMETERS = {"glm-4.5-air": (106e9, 110e9), "glm-4.6": (355e9, 357e9)}

@@ -32,7 +32,7 @@ from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, 
 SPARSE, DENSE = (
     (
         *("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite"),
-        *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe"),
+        *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next"),
     ),
     ("qwen3", "qwen2", "llama"),
 )
@@ -56,7 +56,8 @@ DENSE_LAYOUTS = {"kv heads < tp4": TrainLayout(4, 4, 1, 1), "tp2 pp2": TrainLayo
 BY_DAY = [(family, "kv heads < tp4") for family in DENSE]
 BY_DAY += [("qwen3", "uneven vpp2"), ("qwen3-moe", "uneven vpp2")]
 BY_DAY += [("glm4-moe", "tp2 pp2 ep2"), ("glm4-moe-lite", "tp2 pp2 ep2")]
-BY_DAY += [("hy-v3", "tp2"), ("mixtral", "ep2")]
+BY_DAY += [("hy-v3", "tp2"), ("mixtral", "ep2"), ("qwen2-moe", "tp2 pp2 ep2")]
+BY_DAY += [("qwen3-next", "tp2 pp2 ep2"), ("qwen3-next", "uneven vpp2")]
 CASES = [
     pytest.param(
         family,

@@ -107,6 +107,24 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.25,
+            # the norm behind linear attention would make rounding visible where a head's output is small
+            "rms_norm_eps": 1e-3,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         {
@@ -181,6 +199,8 @@ def write(
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= PUBLISHED_FIELDS.get(name, {})
+    if family == "qwen3-next":  # as in the published file, and SGLang reads it
+        config |= {"full_attention_interval": config["layer_types"].index("full_attention") + 1}
     if "n_routed_experts" in config:
         config |= {"num_nextn_predict_layers": mtp_layers}
     if mtp_layers:
@@ -194,7 +214,9 @@ def write(
 def _randomise(model: torch.nn.Module) -> None:
     """Ones would hide a wrong norm, zeros a wrong bias."""
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if name.endswith(("A_log", "dt_bias")):
+            parameter.uniform_(-0.5, 1.0)
+        elif "norm" in name:
             parameter.uniform_(0.5, 1.5)
         elif name.endswith("bias"):
             parameter.uniform_(-0.5, 0.5)

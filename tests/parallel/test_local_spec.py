@@ -14,7 +14,9 @@ from megarl.parallel.local_spec import PackedAttention, RMSNorm
 from megarl.parallel.shared_rows import RowParams
 
 ALONE: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
-CONFIG: Any = SimpleNamespace(params_dtype=torch.float64, sequence_parallel=True)
+CONFIG: Any = SimpleNamespace(
+    params_dtype=torch.float64, sequence_parallel=True, layernorm_zero_centered_gamma=False
+)
 
 
 def attend(inputs: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
@@ -71,6 +73,11 @@ def test_norm() -> None:
 
 
 def test_norm_has_the_models_dtype() -> None:
-    config: Any = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
-    norm = RMSNorm(config, 4, eps=1e-6)
-    assert norm.weight.dtype == norm(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    for adds_one in (False, True):
+        config: Any = SimpleNamespace(
+            params_dtype=torch.bfloat16, layernorm_zero_centered_gamma=adds_one
+        )
+        norm = RMSNorm(config, 4, eps=1e-6)
+        ones = torch.ones(2, 4, dtype=torch.bfloat16)
+        assert norm.weight.dtype == norm(ones).dtype == torch.bfloat16
+        assert torch.equal(norm(ones), ones), "a new norm changes no size"

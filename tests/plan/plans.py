@@ -29,6 +29,7 @@ _PUBLISHED = {
     "qwen3-235b": "qwen3-235b-a22b",
     "deepseek-v3": "deepseek-v3",
     "kimi-k2": "kimi-k2",
+    "qwen3-next": "qwen3-next-80b-a3b",
 }
 CONFIGS: dict[str, dict[str, Any]] = (
     {

@@ -19,6 +19,7 @@ from megarl.preflight.model_checks import stand_ins
 from megarl.preflight.notes import recipe_notes
 from tests.parallel import checkpoints
 
+MODELS = Path(__file__).parents[2] / "recipes" / "models"
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
@@ -34,6 +35,11 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def told(path: Path, *overrides: str) -> list[str]:
     recipe = load_recipe(QUICKSTART, [f"model.path={path}", "lora.rank=8", *overrides])
     return [str(error) for error in lora_errors(resolve(recipe))]
+
+
+def test_linear_attention_has_no_adapters() -> None:
+    (line,) = told(MODELS / "qwen3-next-80b-a3b")
+    assert line.startswith("lora: adapters of a model with linear attention are not supported")
 
 
 def test_adapters_of_all_layers_or_some_are_good(paths: dict[str, Path]) -> None:

@@ -18,6 +18,12 @@ def told(folder: Path, **train: Any) -> list[str]:
     return [str(error) for error in prefix_errors(resolve(recipe))]
 
 
+def test_linear_attention_has_no_shared_prefixes(tmp_path: Path) -> None:
+    recipe = plans.recipe(tmp_path, "qwen3-next", 8, ep=8, share_prefixes=True)
+    (line,) = [str(error) for error in prefix_errors(resolve(recipe))]
+    assert line.startswith("train.share_prefixes: true, but linear attention")
+
+
 def test_what_does_not_depend_on_a_prefixs_copies_is_good(tmp_path: Path) -> None:
     losses = {"aux_loss": 0.01, "z_loss": 0.01, "router_bias_rate": 0.001}
     assert told(tmp_path, replay="r2", **losses) == []

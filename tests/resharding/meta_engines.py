@@ -44,6 +44,7 @@ MODELS = {
     "minimax_m2",
     "mixtral",
     "qwen3_moe",
+    "qwen3_next",
     "qwen3",
     "qwen2",
     "qwen2_moe",
@@ -325,10 +326,10 @@ def _examine(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
     _process(model)
     for each in models:
         engine_model.refresh_derived(each)
-    attention = {"": "model.layers.0.self_attn", "draft.": "draft.model.decoder.self_attn"}
+    layers = {"": "model.layers.0", "draft.": "draft.model.decoder"}
     derived = {
-        prefix + name: getattr(model.get_submodule(where), name, None)
-        for prefix, where in list(attention.items())[: len(models)]
+        prefix + name: getattr(getattr(model.get_submodule(where), "self_attn", None), name, None)
+        for prefix, where in list(layers.items())[: len(models)]
         for name in ("w_kc", "w_vc")
     }
     scales = [

@@ -47,6 +47,7 @@ TRAIN = TrainLayout(4, 2, 2, 2)
 # with the engine of each; test_matrix.py has the exchanges of others, rollout/sglang/test_families.py their engines
 FAMILIES: dict[str, tuple[EngineLayout, VerifyMode]] = {
     "qwen3-moe": (EngineLayout(1, 2, 1), "full"),
+    "qwen3-next": (EngineLayout(1, 2, 2), "full"),
     "deepseek-v3": (
         EngineLayout(1, 2, 2, dp=2, whole_dense=True, whole_shared=True, group_head=True),
         "checksum",
@@ -225,7 +226,13 @@ class Served:
         return float(max(diffs))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+CASES = [
+    pytest.param(family, marks=pytest.mark.nightly) if family == "qwen3-next" else family
+    for family in FAMILIES
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:

@@ -20,13 +20,15 @@ from megarl.model.families.qwen2 import QWEN2
 from megarl.model.families.qwen2_moe import QWEN2_MOE
 from megarl.model.families.qwen3 import QWEN3
 from megarl.model.families.qwen3_moe import QWEN3_MOE
+from megarl.model.families.qwen3_next import QWEN3_NEXT
 from megarl.model.shape import ModelShape
 from megarl.types import UserError
 from megarl.types.named_objects import load_object
 
 KEY = "model.family"
 _ROWS = (
-    *(QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, HY_V3, QWEN2_MOE, MIXTRAL),
+    *(QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE),
+    *(MINIMAX_M2, HY_V3, QWEN2_MOE, MIXTRAL),
     *(QWEN2, QWEN3, LLAMA),
 )
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ROWS}
@@ -48,6 +50,11 @@ def own_family(path: str) -> Family:
     if not isinstance(row, Family):
         raise UserError(KEY, f"{path} is a {type(row).__name__}", example)
     return row
+
+
+def has_output_gate(shape: ModelShape) -> bool:
+    """Whether a gate multiplies what attention returns, as wide as the queries."""
+    return bool(family_of(shape).megatron.get("attention_output_gate"))
 
 
 @lru_cache(maxsize=4096)

@@ -73,8 +73,12 @@ class EngineLayerRecorder(ModuleRecorder):
 
     def _watch_layer(self, layer: Any, number: int) -> None:
         self._hook(layer.input_layernorm, partial(self._see_norm, number))
-        attention = layer.self_attn
-        if hasattr(attention, "kv_a_layernorm"):
+        # Qwen3-Next has the modules of attention in the layer itself
+        attention = getattr(layer, "self_attn", layer)
+        linear = getattr(layer, "linear_attn", None)
+        if linear is not None:
+            attention = linear
+        elif hasattr(attention, "kv_a_layernorm"):
             if latent := getattr(attention, "q_a_layernorm", None):
                 self._after(latent, number, operations.QUERY_LATENT)
             self._after(attention.kv_a_layernorm, number, operations.KEY_VALUE_LATENT)
@@ -82,7 +86,11 @@ class EngineLayerRecorder(ModuleRecorder):
             self._after(query, number, operations.QUERY_PROJECTION, is_split=True)
         else:
             self._hook(attention.attn, partial(self._see_heads, number, attention))
-        self._hook(attention.o_proj, partial(self._see_projection, number))
+        if linear is None:
+            self._hook(attention.o_proj, partial(self._see_projection, number))
+        else:
+            see = partial(self._see_row_parallel, number, operations.ATTENTION)
+            self._hook(linear.out_proj, see)
         self._hook(layer.post_attention_layernorm, partial(self._see_mlp_norm, number))
         mlp = _first_of(layer, ("mlp", "block_sparse_moe"))
         if gate := getattr(mlp, "gate", None):

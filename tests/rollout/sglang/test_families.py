@@ -41,11 +41,13 @@ CASES = {
     "hy-v3 tp2": ("hy-v3", EngineLayout(1, 2, 1)),
     "mixtral tp2 ep2": ("mixtral", EngineLayout(1, 2, 2)),
     "qwen2-moe tp2": ("qwen2-moe", EngineLayout(1, 2, 1)),
+    "qwen3-next tp2": ("qwen3-next", EngineLayout(1, 2, 1)),
     "qwen3, tied, tp2": ("qwen3", EngineLayout(1, 2, 1)),
     "qwen2 tp2": ("qwen2", EngineLayout(1, 2, 1)),
     "llama tp1": ("llama", EngineLayout(1, 1, 1)),
 }
 
+LINEAR_PLANTED = ("layers.2.linear_attn.out_proj.weight", operations.ATTENTION, 2)
 PLANTED = [
     ("layers.1.post_attention_layernorm.weight", operations.MLP_NORM, 1),
     ("layers.2.self_attn.o_proj.weight", operations.ATTENTION, 2),
@@ -128,7 +130,10 @@ def test_the_layers_give_what_those_of_a_training_rank_give(served: Served, tmp_
     if served.layout.dp > 1:  # which of the groups computes a sequence is SGLang's choice
         return
     last = served.layout.tp - 1
-    for number, (weight, operation, layer) in enumerate(PLANTED):
+    planted = PLANTED
+    if served.shape.delta:
+        planted = [PLANTED[0], LINEAR_PLANTED, PLANTED[2]]
+    for number, (weight, operation, layer) in enumerate(planted):
         if operation == operations.ROUTER_LOGITS and not served.shape.num_experts:
             continue
         weight = weight.format(mlp=served.mlp)

@@ -1,0 +1,88 @@
+"""Qwen3-Next: three layers of Gated DeltaNet, then one of gated attention; routed experts and a gated shared one.
+
+The files also have one layer of multi-token prediction (`mtp.*`), of which config.json says nothing: it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.model.families.blocks import Experts, Layer, Modules, experts, gated_attention
+from megarl.model.families.delta_blocks import delta_net
+from megarl.model.families.family import Family, read_experts, read_heads
+from megarl.model.hf_values import ConfigFile
+from megarl.model.shape import DeltaShape, ModelShape
+
+# SGLang has the modules of full attention in the layer itself (models/qwen3_next.py)
+_ATTENTION = Modules("self_attn.", "self_attention.", "")
+_EXPERTS = Experts(shared="shared_expert", shared_gate="shared_expert_gate.weight")
+_LINEAR = "linear_attention"
+_FULL = "full_attention"
+
+
+def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
+    """Raises UserError for layers of another order, and for shared experts of another width than whole experts."""
+    sizes = read_heads(config, common) | read_experts(config)
+    shared = config.integer("shared_expert_intermediate_size")
+    if shared % sizes["moe_ffn_size"]:
+        problem = f"shared_expert_intermediate_size is {shared}"
+        width = sizes["moe_ffn_size"]
+        raise config.error(problem, f"use a checkpoint where it is a multiple of {width}")
+    delta = DeltaShape(
+        num_key_heads=config.integer("linear_num_key_heads"),
+        num_value_heads=config.integer("linear_num_value_heads"),
+        key_dim=config.integer("linear_key_head_dim"),
+        value_dim=config.integer("linear_value_head_dim"),
+        kernel_size=config.integer("linear_conv_kernel_dim"),
+        full_every=_full_every(config, common["num_layers"]),
+    )
+    if delta.num_value_heads % delta.num_key_heads:
+        problem = f"linear_num_value_heads ({delta.num_value_heads}) is no multiple of "
+        problem += f"linear_num_key_heads ({delta.num_key_heads})"
+        raise config.error(problem, "use a checkpoint where each key head has as many value heads")
+    return {
+        **sizes,
+        "num_shared_experts": shared // sizes["moe_ffn_size"],
+        "delta": delta,
+    }
+
+
+def _full_every(config: ConfigFile, num_layers: int) -> int:
+    """How many layers it is from one with full attention to the next.
+
+    SGLang reads it from full_attention_interval, which transformers 5 writes into no file, and not from layer_types.
+    """
+    kinds = config.texts("layer_types")
+    every = config.integer("full_attention_interval")
+    expected = [_FULL if number % every == 0 else _LINEAR for number in range(1, num_layers + 1)]
+    if kinds and kinds != expected:
+        hint = f"use a checkpoint where every {every}th layer has {_FULL} and all others {_LINEAR}"
+        raise config.error("layer_types has another order than full_attention_interval", hint)
+    return every
+
+
+def layer(shape: ModelShape, number: int) -> Layer:
+    """Gated DeltaNet or gated attention, and experts."""
+    if shape.is_linear(number):
+        return Layer(delta_net(shape), experts(shape, _EXPERTS))
+    return Layer(gated_attention(shape, _ATTENTION), experts(shape, _EXPERTS))
+
+
+QWEN3_NEXT = Family(
+    "Qwen3NextForCausalLM",
+    read,
+    models="Qwen3-Next-80B-A3B",
+    attention="three layers of Gated DeltaNet, then one of grouped-query attention with a gate of its output; rotary "
+    "positions turn a quarter of each head; norms that multiply by 1 + their weight",
+    layers="routed experts, and a shared one with a gate",
+    layer=layer,
+    megatron={
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "moe_shared_expert_gate": True,
+    },
+    has_experts=True,
+    rotary_share=0.25,
+    own_keys=frozenset({"layer_types"}),
+)
