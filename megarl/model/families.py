@@ -120,7 +120,7 @@ def _grouped_query(config: ConfigFile, common: Mapping[str, int]) -> dict[str, A
 
 
 FAMILIES: dict[str, Family] = {  # by the name of the architecture; Kimi-K2 names DeepSeek-V3's
-    "Qwen3MoeForCausalLM": Family(mixture, has_experts=True),
+    "Qwen3MoeForCausalLM": Family(mixture, has_experts=True, has_yarn=True),
     "DeepseekV3ForCausalLM": Family(
         latent_mixture,
         {"router_bias": True, "qk_norm": False},
@@ -147,7 +147,7 @@ FAMILIES: dict[str, Family] = {  # by the name of the architecture; Kimi-K2 name
         has_experts=True,
         has_grouped_router=True,
     ),
-    "Qwen2ForCausalLM": Family(dense, {"qk_norm": False, "qkv_bias": True}),
-    "Qwen3ForCausalLM": Family(dense),
-    "LlamaForCausalLM": Family(dense, {"qk_norm": False}),
+    "Qwen2ForCausalLM": Family(dense, {"qk_norm": False, "qkv_bias": True}, has_yarn=True),
+    "Qwen3ForCausalLM": Family(dense, has_yarn=True),
+    "LlamaForCausalLM": Family(dense, {"qk_norm": False}, has_yarn=True),
 }
