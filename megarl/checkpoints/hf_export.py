@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megarl.device import DEVICE
 from megarl.model.lora_pairs import LoraSize, split_factors
 from megarl.model.quantisation import FP8_CONFIG, QUANTISATION_KEYS
+from megarl.model.rope import with_rope_scaling
 from megarl.model.shape import ModelShape
 from megarl.model.tensors import aliases, file_shape, hf_tensors, is_projection, tensors
 from megarl.placement.train_layout import TrainLayout
@@ -65,6 +66,7 @@ class Export:
     file_bytes: int = FILE_BYTES
     round_bytes: int = 512 << 20
     lora: LoraSize | None = None  # adapters, which are merged into the weights
+    rope_scaling: JsonObject | None = None  # in place of config.json's
 
 
 def export_hf(job: Export, params: NamedTensors, store: Store) -> Path:
@@ -263,6 +265,7 @@ def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> N
         if file.is_file() and file.suffix in COPIED and not file.name.endswith(".index.json"):
             shutil.copyfile(file, unfinished / file.name)
     config = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
+    config = with_rope_scaling(config, job.rope_scaling)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = job.dtype
     for key in QUANTISATION_KEYS:
         config.pop(key, None)

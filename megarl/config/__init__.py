@@ -38,6 +38,7 @@ from megarl.config.fields import (
 from megarl.config.models import (
     CriticConfig,
     LoraConfig,
+    ModelConfig,
     ReferenceConfig,
     RewardModelConfig,
     TrainConfig,
@@ -92,20 +93,6 @@ class RunConfig(Branch):
     """What happens where ranks or an engine compute wrong numbers: the run stops, or repeats the step if it can
     recover."""
     timeline: TimelineConfig = TimelineConfig()
-
-
-class ModelConfig(Branch):
-    """The policy's checkpoint, and the type of its weights in ranks and engines."""
-
-    path: FilePath
-    """Folder of a Hugging Face checkpoint with its tokenizer."""
-    config: FilePath | None = None
-    """Folder with a `config.json` alone, for plans and dry runs where `model.path` is not there."""
-    family: Text | None = None
-    """Model family of your own as `module:ROW`, for checkpoints of its architecture (docs/models.md); its module may
-    lie in the folder where the command is started; null: a family of megarl."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights on both sides."""
 
 
 class _AlgorithmName(Branch):

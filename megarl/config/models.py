@@ -23,6 +23,43 @@ from megarl.config.fields import (
     Whole,
 )
 from megarl.types import LrSchedule, RecomputedPart
+from megarl.types.json_objects import JsonObject
+
+
+class RopeScalingConfig(Branch):
+    """YaRN (arXiv 2309.00071): rotary positions that reach `factor` times as far as those of pretraining.
+
+    The keys are those of `rope_scaling` in a `config.json`.
+    """
+
+    rope_type: Literal["yarn"] = "yarn"
+    """Kind of the scaling."""
+    factor: Annotated[float, Field(ge=1, le=1e6)]
+    """How many times as many positions as `model.rope_scaling.original_max_position_embeddings`."""
+    original_max_position_embeddings: Count
+    """Positions of the pretraining: 32768 of Qwen3, whose `config.json` has more."""
+
+
+class ModelConfig(Branch):
+    """The policy's checkpoint, and the type of its weights in ranks and engines."""
+
+    path: FilePath
+    """Folder of a Hugging Face checkpoint with its tokenizer."""
+    config: FilePath | None = None
+    """Folder with a `config.json` alone, for plans and dry runs where `model.path` is not there."""
+    family: Text | None = None
+    """Model family of your own as `module:ROW`, for checkpoints of its architecture (docs/models.md); its module may
+    lie in the folder where the command is started; null: a family of megarl."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights on both sides."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Scaling of rotary positions in ranks, engines and exported checkpoints, and in those of a critic, in place of
+    that of `config.json`; null: as the file has it."""
+
+    @property
+    def rope_values(self) -> JsonObject | None:
+        """The rotary scaling as an object of `config.json`."""
+        return self.rope_scaling and self.rope_scaling.model_dump()
 
 
 class TrainConfig(Branch):

@@ -16,8 +16,10 @@ from megarl.model.families import FAMILIES, KEY, own_family
 from megarl.model.families.family import Family
 from megarl.model.hf_values import ConfigFile, read_json
 from megarl.model.quantisation import Quantisation, quantisation
+from megarl.model.rope import Yarn, read_yarn, rope_values, with_rope_scaling
 from megarl.model.shape import ModelShape
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 # how transformers ends a family's class names
 _MODEL = "ForCausalLM"
@@ -40,18 +42,6 @@ _SUPPORTED: dict[str, Any] = {  # variants of any family that no weight map or m
 }
 # data types of files besides bfloat16
 _WIDER = ("float16", "float32", "float64")
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """Long context by YaRN (Peng et al., 2023) as DeepSeek uses it."""
-
-    factor: float
-    original_positions: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
 
 
 @dataclass(frozen=True)
@@ -105,21 +95,31 @@ class HfModel:
         return self.facts
 
 
-def read_model(path: str | Path, family: str | None = None, *, has_scores: bool = False) -> HfModel:
+def read_model(
+    path: str | Path,
+    family: str | None = None,
+    *,
+    has_scores: bool = False,
+    rope_scaling: JsonObject | None = None,
+) -> HfModel:
     """Read `config.json` without raising; has_scores: as a model with one score per token, not logits.
 
-    family: `model.family` of the recipe.
+    family: `model.family` of the recipe. rope_scaling: its `model.rope_scaling`, in place of the file's.
     """
     shape = None
     try:
         config, row, is_classifier = _opened(path, family)
+        if rope_scaling is not None:
+            config = replace(config, content=with_rope_scaling(config.content, rope_scaling))
         if is_classifier and not has_scores:
             hint = "use a language model, or name it as critic.path or reward_model.path"
             raise config.error("it is a classifier's", hint)
         shape = _shape(config, row, family)
         if has_scores:
             shape = replace(shape, num_labels=1, tied=False, num_mtp_layers=0)
-        facts = _facts(config, row)
+        if rope_scaling is not None and (shape.mla or not row.has_yarn):
+            raise _rope_scaling_error(path)
+        facts = _facts(config, row, is_latent=shape.mla is not None)
     except UserError as error:
         return HfModel(str(path), shape, error=error)
     return HfModel(str(path), shape, facts, config.content.get("max_position_embeddings"))
@@ -133,6 +133,11 @@ def model_shape(path: str | Path, family: str | None = None) -> ModelShape:
 def hf_facts(path: str | Path, family: str | None = None) -> HfFacts:
     """Read a language model's `config.json`. Raises UserError, also for what megarl does not build."""
     return read_model(path, family).required_facts
+
+
+def _rope_scaling_error(path: str | Path) -> UserError:
+    problem = f"{path} has latent attention, or rotary positions that turn a part of each head"
+    return UserError("model.rope_scaling", problem, "leave it out: config.json decides")
 
 
 def _opened(path: str | Path, own: str | None) -> tuple[ConfigFile, Family, bool]:
@@ -215,9 +220,8 @@ def _refuse_routers(config: ConfigFile, family: Family) -> None:
             raise config.error(f"{key} is {json.dumps(value):.60}", hint)
 
 
-def _facts(config: ConfigFile, family: Family) -> HfFacts:
-    # transformers 5 writes one dictionary where 4 wrote rope_theta and rope_scaling.
-    rope = config.part("rope_parameters", "rope_scaling")
+def _facts(config: ConfigFile, family: Family, *, is_latent: bool) -> HfFacts:
+    rope = rope_values(config)
     with_theta = replace(config, content={**config.content, **rope.content})
     _refuse_routing(config, family)
     dtype = str(config.content.get("torch_dtype") or config.content.get("dtype"))
@@ -227,7 +231,7 @@ def _facts(config: ConfigFile, family: Family) -> HfFacts:
         norm_topk_prob=config.truth("norm_topk_prob"),
         max_positions=config.integer("max_position_embeddings", default=32_768),
         rotary_share=_rotary_share(with_theta, family),
-        yarn=_yarn(rope, family),
+        yarn=read_yarn(rope, is_known=family.has_yarn, is_latent=is_latent),
         num_groups=config.optional_integer("n_group"),
         top_groups=config.optional_integer("topk_group"),
         routed_scaling=config.number("routed_scaling_factor", 1.0, most=1e6),
@@ -262,37 +266,6 @@ def _refuse_routing(config: ConfigFile, family: Family) -> None:
         raise config.error("num_experts_per_tok is 1", "use a checkpoint where it is 2 or more")
     if family.has_grouped_router and not config.content.get("norm_topk_prob", True):
         raise config.error("norm_topk_prob is false", "use a checkpoint where it is true")
-
-
-def _refuse_yarn(rope: ConfigFile) -> None:
-    """Raises UserError for variants of YaRN that Megatron does not have."""
-    usual = {"attention_factor": None, "truncate": True}
-    wrong = [key for key in usual if rope.content.get(key, usual[key]) != usual[key]]
-    if rope.content.get("mscale_all_dim") is None and rope.content.get("mscale", 1) != 1:
-        wrong.append("mscale without mscale_all_dim")
-    if wrong:
-        problem = f"the rope parameters set {' and '.join(wrong)}"
-        raise rope.error(problem, "use a checkpoint without")
-
-
-def _yarn(rope: ConfigFile, family: Family) -> Yarn | None:
-    rope_type = rope.content.get("rope_type", rope.content.get("type", "default"))
-    if rope_type == "yarn" and family.has_yarn:
-        _refuse_yarn(rope)
-        mscale_all_dim = 0.0
-        if rope.content.get("mscale_all_dim"):
-            mscale_all_dim = rope.number("mscale_all_dim", 1.0, most=1e6)
-        return Yarn(
-            factor=rope.number("factor", 0.0, least=1.0, most=1e6),
-            original_positions=rope.integer("original_max_position_embeddings"),
-            beta_fast=rope.number("beta_fast", 32.0, most=1e6),
-            beta_slow=rope.number("beta_slow", 1.0, most=1e6),
-            mscale=rope.number("mscale", 1.0, most=1e6),
-            mscale_all_dim=mscale_all_dim,
-        )
-    if rope_type != "default":
-        raise rope.error(f"rope_type is {rope_type!r}", "use a checkpoint where it is 'default'")
-    return None
 
 
 def end_token_ids(path: str | Path, family: str | None = None) -> frozenset[int]:

@@ -127,7 +127,12 @@ def answer_requests(requests: Sequence[JsonObject]) -> list[JsonObject]:
     answers = []
     for request in requests:
         recipe = Recipe.model_validate_json(request["recipe"])
-        folder = read_model(recipe.model.path, recipe.model.family, has_scores=request["scores"])
+        folder = read_model(
+            recipe.model.path,
+            recipe.model.family,
+            has_scores=request["scores"],
+            rope_scaling=recipe.model.rope_values,
+        )
         try:
             facts = folder.required_facts
             shape = folder.shape

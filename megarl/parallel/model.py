@@ -46,6 +46,7 @@ from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Router, Routing
 from megarl.parallel.shared_rows import follow_positions
 from megarl.parallel.wide_norm import use_wide_norms
+from megarl.parallel.yarn import YarnConfig, refuse_unscaled, yarn_fields
 from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
 from megarl.types.tensors import ModelChunks
@@ -111,6 +112,7 @@ def _fixed_fields(
         **_expert_fields(shape, facts),
         "moe_router_bias_update_rate": router_bias_rate,
         **(latent_fields(shape.mla, facts) if shape.mla else {}),
+        **(yarn_fields(facts.yarn) if facts.yarn and not shape.mla else {}),
         **_layout_fields(shape, layout),
         **(delta_fields(shape.delta) if shape.delta else {}),
         **family_of(shape).megatron,
@@ -188,7 +190,9 @@ def _uneven_stages(shape: ModelShape, layout: TrainLayout) -> list[list[str]]:
 
 def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
     """The fields that a recipe may override: they select kernels and do not change the result."""
-    is_rope_fused = TRANSFORMER_ENGINE and (shape.mla is None or has_fused_rope(shape.mla, facts))
+    is_rope_fused = TRANSFORMER_ENGINE and (facts.yarn is None or shape.mla is not None)
+    if shape.mla and not has_fused_rope(shape.mla, facts):
+        is_rope_fused = False
     return {
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
@@ -218,7 +222,10 @@ def transformer_config(
     Raises UserError when Megatron refuses the recipe's options.
     """
     fixed = _fixed_fields(shape, layout, facts, dtype, train.router_bias_rate)
-    kind = MLATransformerConfig if shape.mla else TransformerConfig
+    kind: type[TransformerConfig] = MLATransformerConfig if shape.mla else TransformerConfig
+    if facts.yarn and not shape.mla:
+        refuse_unscaled(train.megatron)
+        kind = YarnConfig
     chosen = train.megatron | recompute_fields(train, stage)
     return make_config("train.megatron", kind, _default_fields(shape, facts) | chosen | fixed)
 
@@ -316,7 +323,7 @@ def build_chunks(
             pre_process=stage == 0 and chunk == 0,
             post_process=last,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if isinstance(config, YarnConfig) else "rope",
             rotary_percent=facts.rotary_share,
             rotary_base=facts.rope_theta,  # type: ignore[arg-type]
             mtp_block_spec=mtp,

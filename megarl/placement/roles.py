@@ -330,9 +330,11 @@ def _critic(recipe: Recipe) -> Role:
 
 def _reward_model(recipe: Recipe) -> Role:
     reward_model = recipe.reward_model
-    reward_recipe = _auxiliary_recipe(
-        recipe, reward_model.path or recipe.model.path, reward_model.ranks, {}
-    )
+    path = reward_model.path or recipe.model.path
+    reward_recipe = _auxiliary_recipe(recipe, path, reward_model.ranks, {})
+    if reward_model.path:  # with adapters alone it computes with the policy's layers
+        model = reward_recipe.model.model_copy(update={"rope_scaling": None})
+        reward_recipe = reward_recipe.model_copy(update={"model": model})
     if reward_model.adapters and recipe.lora:
         keys = adapter_keys(reward_model.adapters)
         lora = recipe.lora.model_copy(update={**keys, "path": reward_model.adapters})
@@ -341,7 +343,12 @@ def _reward_model(recipe: Recipe) -> Role:
 
 
 def _role(name: RoleName, recipe: Recipe, first_slot: int, *, has_scores: bool) -> Role:
-    model = read_model(recipe.model.path, recipe.model.family, has_scores=has_scores)
+    model = read_model(
+        recipe.model.path,
+        recipe.model.family,
+        has_scores=has_scores,
+        rope_scaling=recipe.model.rope_values,
+    )
     if name != "policy" and model.known_shape:
         # the keys name parts of the policy's layers and its exchanges, of which this model may lack some
         train = without_lacking(recipe.train, model.known_shape)

@@ -73,6 +73,10 @@ def _capability_errors(roles: Roles) -> ErrorIterator:
     if recipe.reshard.verify == "full":
         problem = "full, and external engines send no weights back"
         yield UserError("reshard.verify", problem, "set it to checksum or off")
+    if recipe.model.rope_scaling:
+        problem = "external engines keep the config.json that they were started with"
+        hint = "leave it out, and write rope_scaling into the config.json of model.path"
+        yield UserError("model.rope_scaling", problem, hint)
     facts = roles.policy.model.facts
     if facts and facts.quantisation:
         problem = "has quantised weights, and servers that were started with it cannot load others"

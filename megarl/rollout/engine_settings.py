@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from megarl.config import Recipe
 from megarl.config.hardware import communicator_bytes
-from megarl.model.hf_config import read_model
+from megarl.model.hf_config import HfModel, read_model
+from megarl.model.rope import NEW_KEY
 from megarl.placement.roles import engine_layout, lora_size
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan
 from megarl.rollout.sglang.batch_sizes import most_sequences
 from megarl.rollout.sglang.deterministic import generator_seed
+from megarl.types.json_objects import JsonObject
 
 
 def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) -> EngineSettings:
@@ -19,7 +21,9 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
     """
     rollout = recipe.rollout
     layout = engine_layout(recipe)
-    model = read_model(recipe.model.path, recipe.model.family)
+    model = read_model(
+        recipe.model.path, recipe.model.family, rope_scaling=recipe.model.rope_values
+    )
     lora = lora_size(recipe.lora, model.known_shape)
     return EngineSettings(
         model_path=recipe.model.path,
@@ -40,4 +44,16 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         reserve_bytes=communicator_bytes(recipe.placement.hardware),
         adapter=AdapterSlot.of(model.shape, lora) if lora else None,
         number=index,
+        config_values=_config_values(recipe, model),
     )
+
+
+def _config_values(recipe: Recipe, model: HfModel) -> JsonObject:
+    """The values of config.json that the recipe replaces, under the names that SGLang's reader has for them."""
+    scaling = recipe.model.rope_values
+    if scaling is None:
+        return {}
+    return {
+        NEW_KEY: {"rope_theta": model.required_facts.rope_theta, **scaling},
+        "max_position_embeddings": model.context_tokens,
+    }

@@ -420,6 +420,7 @@ class PolicyRank(TrainingRank):
             timeout_s=recipe.run.timeout_s,
             lora=sent_lora(recipe, self.shape),
             fp8=fp8,
+            rope_scaling=recipe.model.rope_values,
         )
         store = PrefixStore(f"export {folder}", self._store)
         with writing(folder.parent, folder.name, where or str(folder)):

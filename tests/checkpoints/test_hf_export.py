@@ -19,6 +19,7 @@ from megarl.checkpoints.quantised import file_bytes
 from megarl.device import Address, join_store
 from megarl.model import tensors
 from megarl.model.hf_config import hf_facts, model_shape
+from megarl.model.rope import with_rope_scaling
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map
@@ -87,7 +88,12 @@ CASES: dict[str, tuple[str, dict[str, Any], TrainLayout, dict[str, Any]]] = {
         {"file_bytes": 200_000, "dtype": "bfloat16"},
     ),
     "tied qwen3 tp2, one file": ("qwen3", {}, TrainLayout(2, 2, 1, 1), {}),
-    "qwen2 pp2": ("qwen2", {}, TrainLayout(2, 1, 2, 1), {"file_bytes": 300_000}),
+    "qwen2 pp2, with a recipe's scaling": (
+        "qwen2",
+        {"max_position_embeddings": checkpoints.SHORT},
+        TrainLayout(2, 1, 2, 1),
+        {"file_bytes": 300_000, "rope_scaling": dict(checkpoints.YARN)},
+    ),
 }
 
 
@@ -126,9 +132,10 @@ def test_it_is_the_checkpoint_that_the_weights_came_from(
         assert index["weight_map"].keys() == expected.keys()
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     config = json.loads((folder / "config.json").read_text())
-    assert config == json.loads((original / "config.json").read_text()) | {
-        "dtype": export_job.dtype
-    }
+    assert config == with_rope_scaling(
+        json.loads((original / "config.json").read_text()) | {"dtype": export_job.dtype},
+        export_job.rope_scaling,
+    )
     assert (folder / "tokenizer.json").exists()
     assert not folder.with_name("out.unfinished").exists()
 

@@ -65,7 +65,9 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
         (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((overlay,) for overlay in DEBUG),
         FAST_DEEPSEEK, (*FAST_DEEPSEEK, ENGINE_LOGPROBS), (*FAST_DEEPSEEK, ENGINE_LOGPROBS, PHASES),
     ],
+    "qwen3_30b_128k": [()],
     "glm4_5_air": [()],
+    "glm4_6": [()],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((overlay,) for overlay in DEBUG)],
     "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((overlay,) for overlay in DEBUG)],
 }  # fmt: skip
@@ -270,6 +272,14 @@ PAPERS: dict[str, dict[str, dict[str, Any]]] = {
         "DeepSeekMath, 4.2": {"train.lr": 1e-6, "rules.aggregation": "sequence_mean"},
         "DeepSeek-R1": {**COMMON, **KL},
     },
+    "long": {  # GRPO with the scaling of Qwen3's model card
+        "DeepSeekMath, 4.2": {"train.lr": 1e-6, "rules.aggregation": "sequence_mean"},
+        "DeepSeek-R1": {**KL, "rollout.samples_per_prompt": 16},
+        "Processing Long Texts": {
+            "model.rope_scaling.factor": 4.0,
+            "model.rope_scaling.original_max_position_embeddings": 32_768,
+        },
+    },
     "retool": {  # arXiv 2504.11536, whose PPO has a critic; the loss is DAPO's
         "3.1 Training": {
             **COMMON,
@@ -317,7 +327,11 @@ def value_of(recipe: Recipe, key: str) -> Any:
 def test_it_says_what_the_paper_says(name: str) -> None:
     recipe = load(name)
     papers = [paper for paper in PAPERS if recipe.episode and recipe.run.name.startswith(paper)]
-    paper_values = PAPERS["lora" if recipe.lora else papers[0] if papers else recipe.algorithm.name]
+    if recipe.lora:
+        papers = ["lora"]
+    elif recipe.model.rope_scaling:
+        papers = ["long"]
+    paper_values = PAPERS[papers[0] if papers else recipe.algorithm.name]
     recipe_values = {
         place: {key: value_of(recipe, key) for key in values}
         for place, values in paper_values.items()

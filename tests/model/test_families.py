@@ -15,6 +15,7 @@ import megarl.parallel  # noqa: F401  isort: skip  (before Megatron, which the p
 from megarl import device
 from megarl.checkpoints.hf_import import load_hf
 from megarl.config import TrainConfig
+from megarl.config.models import RopeScalingConfig
 from megarl.cpu import megatron_patches
 from megarl.device import Address
 from megarl.model.hf_config import hf_facts, model_shape
@@ -25,7 +26,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
 from tests.parallel import checkpoints as checkpoints_of_families
 from tests.parallel import precision
-from tests.parallel.checkpoints import write
+from tests.parallel.checkpoints import SHORT, YARN, rescaled, write
 from tests.parallel.precision import within
 from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, run_ranks, run_world
 
@@ -109,16 +110,17 @@ def test_the_map_describes_the_real_model(
     assert all(run_ranks(layout.world_size, load_real_model, checkpoints[family], layout))
 
 
-def trainer_logprobs(trainer: Any) -> list[np.ndarray] | None:
-    return trainer.token_outputs(assign(ragged(6, trainer.shape.vocab_size, seed=3), 0, 1, 2))
+def trainer_logprobs(trainer: Any, longest: int = 23) -> list[np.ndarray] | None:
+    sequences = ragged(6, trainer.shape.vocab_size, seed=3, longest=longest)
+    return trainer.token_outputs(assign(sequences, 0, 1, 2))
 
 
-def transformers_logprobs(path: Path) -> list[np.ndarray]:
+def transformers_logprobs(path: Path, longest: int = 23) -> list[np.ndarray]:
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     logprobs = []
-    for sequence in ragged(6, hf.config.vocab_size, seed=3):
+    for sequence in ragged(6, hf.config.vocab_size, seed=3, longest=longest):
         tokens_T = torch.from_numpy(sequence.token_ids_T)
         with torch.no_grad():
             logp_TV = hf(tokens_T[None]).logits[0].log_softmax(-1)
@@ -183,3 +185,41 @@ def test_a_family_of_a_user_computes_what_transformers_does(
     assert logprobs is not None
     expected = np.concatenate(transformers_logprobs(tmp_path))
     np.testing.assert_allclose(np.concatenate(logprobs), expected, atol=within(1e-4))
+
+
+LONG = {  # a family in a layout, with values that transformers and Megatron read beside those of a recipe
+    "qwen3-moe, cp2": ("qwen3-moe", EVERY_LAYOUT["cp2"], {}),
+    "qwen3, no whole frequencies": (
+        "qwen3",
+        EVERY_LAYOUT["one rank"],
+        {"truncate": False, "beta_fast": 4.0},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONG)
+def test_logprobs_beyond_the_length_of_pretraining(tmp_path: Path, case: str) -> None:
+    """By the recipe's scaling alone, or by that of config.json where it has what recipes have no key for.
+
+    Unverified on a GPU.
+
+    parallel/yarn.py: YaRN's scale beside TransformerEngine. To check first: that no fused kernel of rotary positions
+    runs, since it leaves the scale out.
+    """
+    family, layout, values = LONG[case]
+    path = write(tmp_path / "short", family, max_position_embeddings=SHORT)
+    scaled = rescaled(path, tmp_path / "long", {**YARN, **values})
+    made = recipe(scaled if values else path, layout)
+    if not values:
+        model = made.model.model_copy(update={"rope_scaling": RopeScalingConfig(**YARN)})
+        made = made.model_copy(update={"model": model})
+    logprobs, *_ = run_world(made, trainer_logprobs, 4 * SHORT)
+    expected = transformers_logprobs(scaled, 4 * SHORT)
+    unscaled = transformers_logprobs(path, 4 * SHORT)
+    assert logprobs is not None
+    assert max(map(len, logprobs)) > 2 * SHORT
+    np.testing.assert_allclose(
+        np.concatenate(logprobs), np.concatenate(expected), atol=within(1e-4)
+    )
+    assert np.abs(np.concatenate(logprobs) - np.concatenate(unscaled)).max() > 100 * within(1e-4)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import Glm4MoeLiteConfig
 
-from megarl.model.hf_config import end_token_ids, hf_facts, model_shape
+from megarl.model.hf_config import end_token_ids, hf_facts, model_shape, read_model
+from megarl.model.rope import with_rope_scaling
 from megarl.model.shape import ModelShape
 from megarl.types import UserError
 
@@ -127,6 +128,50 @@ def test_unsupported_facts(tmp_path: Path, change: dict[str, Any], problem: str)
     with pytest.raises(UserError) as caught:
         hf_facts(write(tmp_path, DEEPSEEK | change))
     assert problem in caught.value.problem
+
+
+QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"mscale_all_dim": 1.0}, "set mscale_all_dim without mscale"),
+        ({"attention_factor": 1.3}, "set attention_factor"),  # SGLang does not read it
+        ({"attn_factor": 2}, "set attn_factor"),  # transformers does not read it
+        ({"truncate": "no"}, "set truncate to something else"),
+        ({"factor": None}, "factor is 0.0"),
+    ],
+)
+def test_variants_of_yarn_that_a_side_lacks(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        hf_facts(write(tmp_path, CONFIG | {"rope_scaling": QWEN_YARN | change}))
+    assert problem in caught.value.problem
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_recipes_scaling_takes_the_place_of_the_files(tmp_path: Path, new: bool) -> None:
+    file = CONFIG | {"max_position_embeddings": 40_960}
+    if new:
+        file |= {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    else:
+        file |= {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    model = read_model(write(tmp_path, file), rope_scaling=QWEN_YARN)
+    facts = model.required_facts
+    assert facts.yarn and (facts.yarn.factor, facts.yarn.original_positions) == (4.0, 32_768)
+    assert facts.rope_theta == 1e6
+    assert model.context_tokens == facts.max_positions == 131_072
+    # what an export has
+    exported = with_rope_scaling(file, QWEN_YARN)
+    assert hf_facts(write(tmp_path, exported)) == facts
+
+
+def test_a_family_without_such_scaling_refuses_a_recipes(tmp_path: Path) -> None:
+    model = read_model(write(tmp_path, DEEPSEEK), rope_scaling=QWEN_YARN)
+    assert model.error and model.error.where == "model.rope_scaling"
+    assert model.known_shape
 
 
 @pytest.mark.parametrize(

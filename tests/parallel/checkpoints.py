@@ -44,6 +44,13 @@ LATENT: Mapping[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
+# a model of 32 positions, and what lets it have 128 of them
+SHORT = 32
+YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": SHORT,
+}
 GLM: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
@@ -207,6 +214,17 @@ def write(
         config["num_hidden_layers"] -= mtp_layers
         _add_mtp_tensors(folder / "model.safetensors", config["num_hidden_layers"], mtp_layers)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return folder
+
+
+def rescaled(path: Path, folder: Path, scaling: Mapping[str, Any]) -> Path:
+    """The checkpoint in `path`, in `folder`, with transformers' own keys of scaled rotary positions."""
+    folder.mkdir()
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"] |= scaling
+    config["max_position_embeddings"] *= 4
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "model.safetensors").symlink_to(path / "model.safetensors")
     return folder
 
 

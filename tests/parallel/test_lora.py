@@ -33,7 +33,7 @@ from tests.parallel.worlds import (
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ("qwen3-moe", "deepseek-v3")
+FAMILIES = ("qwen3-moe", "deepseek-v3", "glm4-moe")
 ONE_RANK = TrainLayout(1, 1, 1, 1)
 OF_EXPERTS = TrainLayout(4, 1, 1, 2, expert_tp=2)
 CASES = [  # of each family, composed of the axes that its layers meet
@@ -43,6 +43,7 @@ CASES = [  # of each family, composed of the axes that its layers meet
     ("deepseek-v3", LAYOUTS["tp2 vpp2 ep2"]),
     ("deepseek-v3", LAYOUTS["cp auto tp2 ep4"]),
     ("deepseek-v3", TrainLayout(2, 1, 2, 1, stage_layers=(0, 4))),
+    ("glm4-moe", LAYOUTS["tp2 vpp2 ep2"]),
 ]
 
 

@@ -19,6 +19,7 @@ from megarl.parallel.model import transformer_config
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.gpu import tiny
+from tests.parallel.checkpoints import YARN
 
 
 @pytest.fixture
@@ -46,7 +47,10 @@ def test_facts_as_transformers_4_wrote_them(edited: Any) -> None:
     [
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+            "rope_type is 'dynamic'",
+        ),
         (
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
             "rope_type is 'linear'",
@@ -119,6 +123,19 @@ def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(
     model.select_layers(TrainConfig(lr=1.0, local_layers=True), torch.float32, has_engine=False)
     assert moe_utils.te_general_gemm is None
     assert multi_latent_attention.TELinear is DuplicatedLinear
+
+
+def test_kernels_that_leave_yarns_scale_out_are_refused(
+    edited: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = edited(rope_parameters={**YARN, "rope_theta": 1e4})
+    monkeypatch.setattr(
+        model, "TRANSFORMER_ENGINE", True
+    )  # whose kernel is the default of other models
+    assert config(path, {"gradient_accumulation_fusion": False}).apply_rope_fusion is False
+    for option in ("apply_rope_fusion", "fused_single_qkv_rope"):
+        with pytest.raises(UserError, match=f"train.megatron.{option}: .* leaves out the factor"):
+            config(path, {option: True})
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ LOSSES = {"aux_loss": 0.02, "z_loss": 1e-3}
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": LOSSES,
     "deepseek-v3": LOSSES | {"mtp_loss": 0.1, "router_bias_rate": 1e-3},
+    "glm4-moe": LOSSES | {"mtp_loss": 0.1, "router_bias_rate": 1e-3},
 }
 
 
@@ -126,7 +127,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         path = write(
             folder,
             family,
-            mtp_layers=int(family == "deepseek-v3"),
+            mtp_layers=int("mtp_loss" in SETTINGS[family]),
             vocab_size=VOCAB_SIZE,
             pad_token_id=None,
         )
@@ -140,7 +141,12 @@ PARTS = {"tp2", "pp2", "ep2", "cp2", "tp2 ep2", "cp2 ep2", "tp2 pp2", "cp2 pp2",
 PARTS |= {"vpp2", "tp4", "cp4", "tp2 cp2", "tp2 cp2 ep4", "tp2 pp2 ep2", "tp2 pp2 cp2 ep2"}
 PARTS |= {"uneven pp2", "tp2 vpp2 ep2", "cp auto"}
 QWEN_LAYOUTS = {"dp2", "tp4", "cp4", "tp2 pp2 cp2 ep2"}
-BY_DAY = {"qwen3-moe": QWEN_LAYOUTS, "deepseek-v3": LAYOUTS.keys() - PARTS}
+# GLM-4.5 has the one's attention, with biases, and the other's experts.
+BY_DAY = {
+    "qwen3-moe": QWEN_LAYOUTS,
+    "deepseek-v3": LAYOUTS.keys() - PARTS,
+    "glm4-moe": {"tp2 vpp2 ep2"},
+}
 CASES = [
     pytest.param(family, name, marks=() if name in BY_DAY[family] else pytest.mark.nightly)
     for family in SETTINGS

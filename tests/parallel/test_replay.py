@@ -36,8 +36,8 @@ from tests.parallel.worlds import (
 pytestmark = pytest.mark.slow
 
 EXPERTS = 8
-TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4}
-MOE_LAYERS = {"qwen3-moe": 4, "deepseek-v3": 3}
+TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4, "glm4-moe": 2}
+MOE_LAYERS = {"qwen3-moe": 4, "deepseek-v3": 3, "glm4-moe": 3}
 ONE_RANK = TrainLayout(1, 1, 1, 1)
 # layout, keys of train
 LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
@@ -128,6 +128,7 @@ def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -
         ("deepseek-v3", "tp2 vpp2 cp2 ep2, shared experts beside"),
         ("deepseek-v3", "cp auto ep4, recompute by part"),
         ("deepseek-v3", "tp2 vpp2 ep2, passes in pairs"),
+        ("glm4-moe", "tp2 vpp2 ep2, full recompute"),
     ],
     indirect=["family"],
 )

@@ -86,7 +86,12 @@ def _with_trainer(
 
 def role_of(made: Recipe, name: RoleName = "policy", *, has_scores: bool = False) -> Role:
     """The role of a model whose ranks read this recipe, from slot 0 on."""
-    model = read_model(made.model.path, made.model.family, has_scores=has_scores)
+    model = read_model(
+        made.model.path,
+        made.model.family,
+        has_scores=has_scores,
+        rope_scaling=made.model.rope_values,
+    )
     return Role(name, made, train_layout(made), 0, has_scores, model)
 
 

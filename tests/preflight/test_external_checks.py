@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config.loading import load_recipe
-from megarl.config.models import LoraConfig
+from megarl.config.models import LoraConfig, RopeScalingConfig
 from megarl.placement.roles import Roles, resolve
 from megarl.preflight import external_checks
 from megarl.preflight.external_checks import external_errors, server_errors
@@ -65,7 +65,12 @@ def test_all_keys_of_own_engines_are_refused_at_once(tmp_path: Path) -> None:
 def test_what_needs_members_of_an_exchange_is_refused(tmp_path: Path) -> None:
     roles = roles_of(tmp_path, ["a:1"], LoraConfig(sync="adapters"), replay="r3")
     assert wheres(roles) == ["train.replay", "lora.sync"]
-    assert wheres(roles_of(tmp_path, ["a:1"], LoraConfig(sync="merged"), replay="r2")) == []
+    roles = roles_of(tmp_path, ["a:1"], LoraConfig(sync="merged"), replay="r2")
+    assert wheres(roles) == []
+    scaling = RopeScalingConfig(factor=4.0, original_max_position_embeddings=32_768)
+    model = roles.recipe.model.model_copy(update={"rope_scaling": scaling})
+    scaled = resolve(roles.recipe.model_copy(update={"model": model}))
+    assert wheres(scaled) == ["model.rope_scaling"]
 
 
 def test_keys_of_external_engines_alone_need_some(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_there_is_a_launcher_for_every_algorithm_and_model() -> None:
     models = ("qwen3_30b", "qwen3_235b", "deepseek671b")
     names = {f"{algorithm}_{model}" for algorithm in ("grpo", "dapo", "vapo") for model in models}
     names |= {"dapo_qwen2_5_32b", "grpo_lora_kimi_k2", "retool_qwen3_30b", "search_r1_qwen3_30b"}
-    names |= {"grpo_glm4_5_air"}
+    names |= {"grpo_glm4_5_air", "grpo_glm4_6", "grpo_qwen3_30b_128k"}
     assert {path.stem.removeprefix("run_") for path in RUNS} == names
 
 

@@ -8,6 +8,7 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     read_dense,
     models="Qwen2, Qwen2.5",
-    attention="grouped-query, biases of queries, keys and values",
+    attention="grouped-query, biases of queries, keys and values, YaRN",
     constants={"qk_norm": False, "qkv_bias": True},
+    has_yarn=True,
 )

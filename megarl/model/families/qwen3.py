@@ -8,5 +8,6 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     read_dense,
     models="Qwen3 dense",
-    attention="grouped-query, norms of queries and keys",
+    attention="grouped-query, norms of queries and keys, YaRN",
+    has_yarn=True,
 )

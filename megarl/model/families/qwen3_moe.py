@@ -8,7 +8,8 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     read_sparse,
     models="Qwen3-30B-A3B, Qwen3-235B-A22B",
-    attention="grouped-query, norms of queries and keys",
+    attention="grouped-query, norms of queries and keys, YaRN",
     layers="routed experts",
     has_experts=True,
+    has_yarn=True,
 )

@@ -21,6 +21,7 @@ from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.batch_sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
 from megarl.types import UNKNOWN_ENGINE, UserError
+from megarl.types.json_objects import JsonObject
 from megarl.types.listed import ErrorIterator, listed
 
 WHERE = "rollout.engine.sglang"
@@ -142,7 +143,7 @@ class EngineSettings:
     timeout_s: how long a scheduler may hang. reserve_bytes: memory of each GPU that SGLang's KV cache leaves free for
     the communicator of the exchange. model_context: the model's number of positions; None: unknown, so that SGLang
     sizes its tables by the longest context that it finds. adapter: the slot of the adapter that every request uses.
-    number: of the engine in its run, which samples carry.
+    number: of the engine in its run, which samples carry. config_values: values in place of those of config.json.
     """
 
     model_path: str
@@ -163,6 +164,7 @@ class EngineSettings:
     reserve_bytes: int = 0
     adapter: AdapterSlot | None = None
     number: int = UNKNOWN_ENGINE
+    config_values: JsonObject = field(default_factory=dict)
 
     @property
     def first_rank(self) -> int:
@@ -214,11 +216,8 @@ def server_arguments(
         arguments["nnodes"] = settings.span.nodes
         arguments["node_rank"] = settings.span.node
         arguments["dist_init_addr"] = f"{host}:{port}"
-    if layout.fp8 or (settings.quantised and not settings.load_weights):
-        quantisation = {KEY: FP8_CONFIG} if layout.fp8 else {}
-        arguments["json_model_override_args"] = json.dumps(
-            dict.fromkeys(QUANTISATION_KEYS) | quantisation
-        )
+    if config_values := _config_values(settings):
+        arguments["json_model_override_args"] = json.dumps(config_values)
     if device == "cpu":
         arguments |= sglang_patches.server_arguments(layout.tp, room)
     else:
@@ -232,6 +231,16 @@ def server_arguments(
     if settings.seeded:
         arguments |= deterministic.server_arguments(room, device)
     return arguments
+
+
+def _config_values(settings: EngineSettings) -> JsonObject:
+    """The values in place of those of config.json: the recipe's, and the format that the engine's weights have."""
+    values = dict(settings.config_values)
+    if settings.layout.fp8 or (settings.quantised and not settings.load_weights):
+        values |= dict.fromkeys(QUANTISATION_KEYS)
+    if settings.layout.fp8:
+        values[KEY] = FP8_CONFIG
+    return values
 
 
 def _gpu_arguments(settings: EngineSettings) -> dict[str, Any]:

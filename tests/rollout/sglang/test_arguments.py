@@ -337,6 +337,9 @@ FP8 = {key: FP8_CONFIG if key == KEY else None for key in QUANTISATION_KEYS}
         ({"quantised": True}, None),  # it reads the folder itself
         ({"quantised": True, "load_weights": False}, dict.fromkeys(QUANTISATION_KEYS)),
         ({"quantised": True, "load_weights": False, "layout": {"fp8": True}}, FP8),
+        # beside values that the recipe replaces
+        ({"layout": {"fp8": True}, "config_values": {"a": 1}}, {"a": 1, **FP8}),
+        ({"config_values": {"a": 1}}, {"a": 1}),
     ],
 )
 def test_an_engine_that_gets_trained_weights_is_not_told_of_the_checkpoints_format(

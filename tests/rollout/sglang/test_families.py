@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 
+from megarl.config.models import RopeScalingConfig
 from megarl.model.hf_config import model_shape
 from megarl.numerics import operations
 from megarl.numerics.differences import compare, first_difference
 from megarl.numerics.parts import StoredPart, read_parts
 from megarl.placement.engine_layout import EngineLayout
+from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.types.sampling import Sampling
 from tests.parallel import checkpoints
+from tests.parallel.checkpoints import SHORT, YARN
 from tests.parallel.test_layer_outputs import ONE_RANK, recorded, sequences
-from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_diff
+from tests.parallel.worlds import recipe
+from tests.rollout.sglang.test_engine import TOLERANCE, diffs, sample_all, worst_diff
 from tests.tiny_engines import Reference, write_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -98,6 +102,31 @@ def served(
     serving = Served(request.param, tmp_path_factory.mktemp("model"), build_engine)
     yield serving
     serving.engine.shutdown()
+
+
+def test_logprobs_beyond_the_length_of_pretraining(
+    tmp_path: Path, build_engine: Callable[..., Engine]
+) -> None:
+    """The recipe's scaling reaches the engine; transformers reads it from the config.json that exports have."""
+    path = checkpoints.write(tmp_path / "short", "qwen3-moe", max_position_embeddings=SHORT)
+    write_tokenizer(path)
+    made = recipe(path, ONE_RANK)
+    model = made.model.model_copy(update={"rope_scaling": RopeScalingConfig(**YARN)})
+    settings = engine_settings(made.model_copy(update={"model": model}), 0)
+    assert settings.model_context == 4 * SHORT
+    engine = build_engine(
+        layout=EngineLayout(1, 1, 1),
+        model_path=str(path),
+        context_tokens=4 * SHORT,
+        model_context=settings.model_context,
+        config_values=settings.config_values,
+    )
+    prompt = [3, *range(5, 44), *range(5, 44)]
+    group = asyncio.run(engine.generate(prompt, Sampling(4, 16)))
+    engine.shutdown()
+    scaled = Reference(checkpoints.rescaled(path, tmp_path / "long", YARN))
+    assert diffs(group, scaled, prompt, 1.0).max() < TOLERANCE
+    assert diffs(group, Reference(path), prompt, 1.0).max() > 100 * TOLERANCE
 
 
 def test_the_layout_is_one_that_is_accepted(served: Served) -> None:
