@@ -18,6 +18,7 @@ from megarl.device import DEVICE
 from megarl.model.hf_config import hf_facts
 from megarl.model.shape import ModelShape
 from megarl.parallel import groups, model
+from megarl.parallel.layer_kinds import LayerKind
 from megarl.parallel.optimizer import build_optimizer
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.routing import Routing
@@ -42,8 +43,11 @@ class Bare:
         config = model.transformer_config(facts, shape, layout, dtype, recipe.train)
         config.finalize_model_grads_func = finalize_model_grads
         stage = layout.coords(rank).pp
-        is_dense = [shape.is_dense(layer) for layer in layout.layers(stage, shape.num_layers, 0)]
-        block, _ = model._specs(config, is_dense, Routing(), with_mtp=False)
+        kinds = [
+            LayerKind(shape.is_dense(layer), shape.is_linear(layer))
+            for layer in layout.layers(stage, shape.num_layers, 0)
+        ]
+        block, _ = model._specs(config, kinds, Routing(), with_mtp=False)
         for layer in block.layer_specs:
             layer.submodules.mlp.submodules.router = TopKRouter
         gpt = GPTModel(

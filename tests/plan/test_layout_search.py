@@ -389,3 +389,9 @@ def test_where_nothing_fits_one_line_says_so(recipe: Recipe) -> None:
     tiny = Hardware.model_validate({**CARD.model_dump(), "memory_bytes": 1_000_000_000})
     with pytest.raises(UserError, match="no layout was found that fits"):
         search(recipe, tiny, "engine")
+
+
+def test_linear_attention_is_not_searched(tmp_path: Path) -> None:
+    recipe = plans.recipe(tmp_path, "qwen3-next", 8, ep=8)
+    with pytest.raises(UserError, match="linear attention"):
+        search(recipe, plans.H800, "both")
