@@ -32,6 +32,7 @@ from megarl.parallel.cp_gather import scatter_heads, scatter_tokens
 from megarl.parallel.optional_imports import delta_rule_kernel
 from megarl.parallel.packing import RankOrder, position_in_segment, rank_order
 from megarl.parallel.shared_rows import RowParams
+from megarl.parallel.split_params import split_params
 
 CHUNK = 64  # tokens of which a chunk's products are one matrix
 _EPS = 1e-6  # of the unit length of queries and keys, as in flash-linear-attention
@@ -78,6 +79,7 @@ class DeltaNet(MegatronModule):
         assert config.linear_key_head_dim and config.linear_value_head_dim
         self.layer_number = layer_number
         self.group = pg_collection.cp
+        self.tp_group = pg_collection.tp
         tp = pg_collection.tp.size()
         self.heads = config.linear_num_key_heads // tp
         self.ratio = config.linear_num_value_heads // config.linear_num_key_heads
@@ -142,6 +144,26 @@ class DeltaNet(MegatronModule):
         normed = self.out_norm(out_LHX.reshape(-1, *heads), z_LHX.reshape(-1, *heads))
         output, _ = self.out_proj(normed.flatten(1)[:, None])
         return output, None
+
+    def backward_dw(self) -> None:
+        """Weight gradients that the backward pass has left out, which Megatron asks of each layer of paired passes."""
+        self.in_proj.backward_dw()
+        self.out_proj.backward_dw()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The parameters of a sharded checkpoint; Megatron knows the split of the two linear layers."""
+        shards: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        split: dict[str, Tensor] = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "conv1d.weight": self.conv1d.weight,
+        }
+        return shards | split_params(split, prefix, sharded_offsets, metadata, self.tp_group)
 
     def _core(self, own_TGX: Tensor, *, bounds: Tensor, part: int) -> Tensor:
         """Convolution and rule of a whole row, [T, G, 2 k + r v + 2 r] -> [T, G, r v], of the G key heads of a part."""

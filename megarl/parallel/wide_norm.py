@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.parallel import groups
+from megarl.parallel.split_params import Offsets, split_params
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -48,6 +49,16 @@ class WideNorm(torch.nn.Module):
         self._width = num_heads * hidden_size
         own = self._width // self._group.size()
         self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Offsets = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The weight in a sharded checkpoint."""
+        weight: dict[str, Tensor] = {"weight": self.weight}
+        return split_params(weight, prefix, sharded_offsets, metadata, self._group)
 
     def forward(self, heads_SBNH: Tensor) -> Tensor:
         wide = heads_SBNH.flatten(2).float()

@@ -125,7 +125,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "norm_topk_prob": True,
             "partial_rotary_factor": 0.25,
             # the norm behind linear attention would make rounding visible where a head's output is small
-            "rms_norm_eps": 1e-3,
+            "rms_norm_eps": 1e-2,
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
             "linear_key_head_dim": 16,

@@ -25,6 +25,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.types import Silence
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import (
+    LINEAR,
     VOCAB_SIZE,
     check_gradients,
     check_learning,
@@ -133,6 +134,16 @@ def check_two_steps(
     check_weights(learning)
 
 
+def check_goes_on(
+    ranks: list[dict[str, Any]], expected: list[dict[str, Any]], rounding: float = 1.0
+) -> None:
+    for metrics, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
+        assert metrics == pytest.approx(other, rel=within(1e-5 * rounding))
+    learning, other = ([rank["learning"] for rank in world] for world in (ranks, expected))
+    earlier = [rank["earlier"] for rank in expected]
+    check_learning(learning, other, earlier=earlier, rounding=rounding)
+
+
 def save_and_load(trainer: Any, folder: Path) -> bool:
     """Whether loading what was just saved changes nothing."""
     steps(trainer, uneven_part(trainer), 1)
@@ -179,11 +190,24 @@ def test_the_same_layout_goes_on_to_the_last_bit(saved: tuple[Path, Any], path: 
 
 def test_another_layout_goes_on_within_rounding(saved: tuple[Path, Any], path: Path) -> None:
     folder, expected = saved
-    ranks = run_world(recipe(path, TO, **SETTINGS), load_and_go_on, folder)
-    for metrics, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
-        assert metrics == pytest.approx(other, rel=within(1e-5))
-    learning, other = ([rank["learning"] for rank in world] for world in (ranks, expected))
-    check_learning(learning, other, earlier=[rank["earlier"] for rank in expected])
+    check_goes_on(run_world(recipe(path, TO, **SETTINGS), load_and_go_on, folder), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "minimax-m2"])
+def test_split_parameters_of_our_own_modules_go_on_in_another_layout(
+    tmp_path: Path, family: str
+) -> None:
+    """Linear attention's decay, steps and convolution; norms over the heads of all ranks."""
+    path = write(tmp_path / "model", family, vocab_size=VOCAB_SIZE, pad_token_id=None)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    begun, resumed_in = (
+        recipe(path, layout, weight_decay=0.1)
+        for layout in (TrainLayout(2, 2, 1, 2), TrainLayout(2, 1, 1, 1, cp=2))
+    )
+    expected = run_world(begun, save_and_go_on, folder)
+    ranks = run_world(resumed_in, load_and_go_on, folder)
+    check_goes_on(ranks, expected, LINEAR if family == "qwen3-next" else 1.0)
 
 
 def test_experts_that_are_whole_on_each_rank_and_then_split_go_on_within_rounding(
