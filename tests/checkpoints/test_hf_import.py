@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.hf_files import tensor_files
 from megarl.checkpoints.hf_import import check_hf, load_hf
+from megarl.model.hf_config import model_shape
 from megarl.model.tensors import hf_tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
-from megarl.resharding.shards import Shard
+from megarl.resharding.shards import Shard, param_table
 from megarl.types import UserError
 from tests.model.test_hf_config import CONFIG, SHAPE
+from tests.parallel import checkpoints
 from tests.resharding.test_sglang_map import fill
 
 
@@ -68,6 +70,28 @@ def test_a_draft_layer_that_is_not_there_is_one_error(tmp_path: Path) -> None:
     assert "config.json: num_nextn_predict_layers is 1, the files have no such layer; write" in str(
         error
     )
+
+
+def test_a_draft_layer_of_which_the_config_says_nothing_is_ignored(tmp_path: Path) -> None:
+    """Published Qwen3-Next has one under mtp."""
+    path = checkpoints.write(tmp_path, "qwen3-next")
+    weights = load_file(path / "model.safetensors")
+    hidden = weights["model.norm.weight"].shape[0]
+    draft = {
+        "mtp.fc.weight": torch.rand(hidden, 2 * hidden),
+        "mtp.layers.0.mlp.gate.weight": torch.rand(8, hidden),
+    }
+    save_file(weights | draft, path / "model.safetensors")
+    shape = model_shape(path)
+    assert check_hf(path, shape) == []
+    shards = megatron_map.shards(shape, TrainLayout(1, 1, 1, 1), 0)
+    sizes = param_table(shards)
+    params = {name: torch.full(sizes[name][1:], 9.0) for name in sizes}
+    vocab = TrainLayout(1, 1, 1, 1).padded_vocab(shape.vocab_size)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        params[name] = torch.full((vocab, hidden), 9.0)
+    load_hf(path, shards, params)
+    assert not any((tensor == 9.0).any() for tensor in params.values())
 
 
 def test_check_without_weights_is_one_error(tmp_path: Path) -> None:
