@@ -63,6 +63,7 @@ def stages(
         layers = [layout.layers(stage, shape.num_layers, chunk) for chunk in range(layout.vpp)]
         kind = (
             *(tuple(map(shape.is_dense, chunk)) for chunk in layers),
+            *(tuple(map(shape.is_linear, chunk)) for chunk in layers),
             stage == 0,
             stage == layout.pp - 1,
         )

@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import pairwise
 from operator import attrgetter
+from typing import Literal
 
 from megarl.config import Recipe
 from megarl.config.loading import overlaid
@@ -22,6 +24,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.plan.adapter_sizes import Stages
 from megarl.plan.model_size import ModelSize, ModelSizes, sizes_of
 
+_Kind = Literal["dense", "linear", "sparse"]
 _NOTHING = ChunkSize(0, 0, 0, 0, 0)
 _values = attrgetter(*(value.name for value in fields(ChunkSize)))
 
@@ -30,11 +33,13 @@ _values = attrgetter(*(value.name for value in fields(ChunkSize)))
 class LayerSizes:
     """What one tensor-parallel rank holds of each part of a model, where each expert has a rank of its own.
 
-    last: the last norm, the output layer, and the layers of multi-token prediction with their embedding.
+    linear_layer: with linear attention, and with experts. last: the last norm, the output layer, and the layers of
+    multi-token prediction with their embedding.
     """
 
     embedding: ChunkSize
     dense_layer: ChunkSize
+    linear_layer: ChunkSize
     sparse_layer: ChunkSize
     last: ChunkSize
 
@@ -48,6 +53,8 @@ class LayerSizes:
     def _chunk(self, shape: ModelShape, layout: TrainLayout, stage: int, chunk: int) -> ChunkSize:
         layers = layout.layers(stage, shape.num_layers, chunk)
         num_dense = sum(map(shape.is_dense, layers))
+        num_linear = sum(map(shape.is_linear, layers))
+        num_full = len(layers) - num_dense - num_linear
         number = chunk * layout.pp + stage
         stages = layout.pp * layout.vpp
         # An output layer tied to it, and multi-token prediction, have an embedding of their own on another rank alone.
@@ -56,7 +63,8 @@ class LayerSizes:
             [
                 _times(self.embedding, number == 0 and not is_in_last),
                 _times(self.dense_layer, num_dense),
-                _times(self._sparse(self.sparse_layer, 1, shape, layout), len(layers) - num_dense),
+                _times(self._sparse(self.linear_layer, 1, shape, layout), num_linear),
+                _times(self._sparse(self.sparse_layer, 1, shape, layout), num_full),
             ]
         )
         if number < stages - 1:
@@ -136,30 +144,45 @@ def _in_parts(role: Role, tp: int) -> Role:
     return replace(role, recipe=recipe, layout=train_layout(recipe))
 
 
+def _first_layers(shape: ModelShape) -> dict[_Kind, int]:
+    """The first layer of each kind that the model has."""
+    first: dict[_Kind, int] = {}
+    for layer in range(shape.num_layers):
+        first.setdefault(_kind(shape, layer), layer)
+    return first
+
+
+def _kind(shape: ModelShape, layer: int) -> _Kind:
+    if shape.is_dense(layer):
+        return "dense"
+    return "linear" if shape.is_linear(layer) else "sparse"
+
+
+def _cuts(shape: ModelShape) -> list[int]:
+    """Where stages begin and end in which the first layer of each kind is alone."""
+    first = _first_layers(shape).values()
+    return sorted({0, shape.num_layers, *first, *(layer + 1 for layer in first)})
+
+
 def _part_stages(shape: ModelShape) -> list[int]:
-    """Layers of each stage: none beside the embedding, one and the rest of each kind, none beside the output layer."""
-    inside = [layers for kind in _kinds(shape) for layers in (1, kind - 1)]
-    return [0, *filter(None, inside), 0]
-
-
-def _kinds(shape: ModelShape) -> list[int]:
-    """The numbers of dense layers and of layers with experts, without a kind that the model does not have."""
-    return list(filter(None, (shape.num_dense_layers, shape.num_sparse_layers)))
+    """Layers of each stage: none beside the embedding, as `_cuts` says, none beside the output layer."""
+    return [0, *(end - start for start, end in pairwise(_cuts(shape))), 0]
 
 
 def _parts_of(size: ModelSize) -> LayerSizes:
     shape = size.shape
     stages = [chunks[0] for chunks in size.stages]
-    dense = shape.num_dense_layers
     # then the last norm is where the last layer is (transformer_block.py): move it behind
     if shape.num_mtp_layers:
         norm = ChunkSize(shape.hidden_size, 0, 0, 0, 0)
         stages[-2:] = [_sum([stages[-2], _times(norm, -1)]), _sum([stages[-1], norm])]
-    first_sparse = 1 + min(dense, 2)  # behind the embedding, one dense layer, and the rest of them
+    cuts = _cuts(shape)
+    by_kind = {kind: stages[1 + cuts.index(layer)] for kind, layer in _first_layers(shape).items()}
     return LayerSizes(
         embedding=stages[0],
-        dense_layer=stages[1] if dense else _NOTHING,
-        sparse_layer=stages[first_sparse] if shape.num_sparse_layers else _NOTHING,
+        dense_layer=by_kind.get("dense", _NOTHING),
+        linear_layer=by_kind.get("linear", _NOTHING),
+        sparse_layer=by_kind.get("sparse", _NOTHING),
         last=stages[-1],
     )
 

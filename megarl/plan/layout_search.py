@@ -98,7 +98,7 @@ def search(
         problem = f"{side}, and how long external engines take for a step is not known"
         raise UserError("--search", problem, "leave it out, or rollout.engine.external")
     if any(role.shape.delta for role in resolve(recipe).models.values()):
-        problem = f"{side}, and the search does not know the sizes of layers with linear attention"
+        problem = f"{side}, and the search was never compared with plans of linear attention"
         raise UserError("--search", problem, "leave it out, and plan one layout after the other")
     sampled = not learns_from_answers(recipe.algorithm.name)
     if side == "engine" and not sampled:

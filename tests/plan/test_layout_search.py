@@ -215,6 +215,7 @@ def test_nothing_better_is_left_out(side: Side, recipe: Recipe, estimator: Estim
             [{"tp": 2, "pp": 2, "ep": 4}, {"pp": 2, "vpp": 2, "ep": 2}, {"tp": 2, "ep": 1}, {"ep": 8}],
             marks=pytest.mark.nightly,
         ),
+        ("qwen3-next", [{"ep": 8}, {"tp": 2, "pp": 2, "ep": 4}]),
         (
             "tiny",
             [{"ep": 2, "mtp_loss": 0.1}, {"tp": 2, "pp": 2, "layers_per_stage": [3, 1], "ep": 2}],
