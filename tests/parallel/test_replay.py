@@ -15,6 +15,7 @@ from megarl.types import TrainSequence
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import (
     DENOMINATOR,
+    LINEAR,
     LR,
     VOCAB_SIZE,
     check_learning,
@@ -36,8 +37,8 @@ from tests.parallel.worlds import (
 pytestmark = pytest.mark.slow
 
 EXPERTS = 8
-TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4, "glm4-moe": 2}
-MOE_LAYERS = {"qwen3-moe": 4, "deepseek-v3": 3, "glm4-moe": 3}
+TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4, "glm4-moe": 2, "qwen3-next": 2}
+MOE_LAYERS = {"qwen3-moe": 4, "deepseek-v3": 3, "glm4-moe": 3, "qwen3-next": 4}
 ONE_RANK = TrainLayout(1, 1, 1, 1)
 # layout, keys of train
 LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
@@ -58,12 +59,19 @@ LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
         {"recompute": {"core_attn": 1, "layernorm": 1, "mla_up_proj": 1, "shared_experts": 1}},
     ),
     "tp2 vpp2 ep2, passes in pairs": (TrainLayout(4, 2, 2, 2, vpp=2), {}),
+    "tp2 cp2 ep2, passes in pairs, recompute by part": (
+        TrainLayout(4, 2, 1, 2, cp=2),
+        {"recompute": {"core_attn": 1, "layernorm": 1, "shared_experts": 1}},
+    ),
 }
-IN_PAIRS = {"tp2 vpp2 ep2, passes in pairs"}
+IN_PAIRS = {name for name in LAYOUTS if "passes in pairs" in name}
 
 
 def sampled(family: str) -> list[TrainSequence]:
-    """Sequences whose engine chose experts at random, in one of them half of the time not known."""
+    """Sequences whose engine chose experts at random, in one of them half of the time not known.
+
+    But known to Qwen3-Next: rounding would now and then choose others, and one token is 3e-3 of an expert's gradient.
+    """
     rng = np.random.default_rng(1)
     sequences = []
     for sequence in ragged(14, VOCAB_SIZE, seed=3):
@@ -72,7 +80,8 @@ def sampled(family: str) -> list[TrainSequence]:
             [rng.permutation(EXPERTS)[: TOP_K[family]] for _ in range(size[0] * size[1])]
         )
         sequences.append(replace(sequence, experts_TMK=experts.reshape(*size, -1)))
-    sequences[0].experts_TMK[::2] = -1  # type: ignore[index]
+    if family != "qwen3-next":
+        sequences[0].experts_TMK[::2] = -1  # type: ignore[index]
     return sequences
 
 
@@ -129,6 +138,7 @@ def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -
         ("deepseek-v3", "cp auto ep4, recompute by part"),
         ("deepseek-v3", "tp2 vpp2 ep2, passes in pairs"),
         ("glm4-moe", "tp2 vpp2 ep2, full recompute"),
+        ("qwen3-next", "tp2 cp2 ep2, passes in pairs, recompute by part"),
     ],
     indirect=["family"],
 )
@@ -142,16 +152,17 @@ def test_the_engines_experts_in_every_layout(
     router.
     """
     layout, keys = LAYOUTS[name]
+    rounding = LINEAR if family == "qwen3-next" else 1.0
     work = replay_in_pairs if name in IN_PAIRS else replay_engine
     ranks = run_world(recipe(path, layout, aux_loss=0.02, **keys), work, family)
     for metrics, expected in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
-        assert metrics == pytest.approx(expected, rel=within(1e-4))
+        assert metrics == pytest.approx(expected, rel=within(1e-4 * rounding))
     for choices, expected in zip(ranks[-1]["choices"], one_rank["choices"], strict=True):
         assert choices == pytest.approx(expected, rel=within(1e-4))
     assert {name: diff > 0 for name, diff in ranks[-1]["gaps"].items()} == dict.fromkeys(
         one_rank["gaps"], True
     )
-    check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])
+    check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]], rounding=rounding)
 
 
 def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
