@@ -47,6 +47,7 @@ from megarl.types import (
     Hyperparameters,
     Transcript,
     TranscriptCall,
+    UserError,
     episode_dict,
 )
 from megarl.types.episodes import DropReason
@@ -56,6 +57,7 @@ from scripts.draw_architecture import own_modules
 from tests.episodes.chatml_families import HERMES
 from tests.episodes.families import stop_ids, tokenizer_of
 from tests.http_server import Handler, serving
+from tests.model.page_family import NAME, write_family
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -162,21 +164,25 @@ def test_the_example_of_a_new_algorithm() -> None:
 def test_the_example_of_a_new_model_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of its own is found by its name, and a reshard from any rank of any layout finds every element."""
     (own, block) = blocks("models.md")
-    assert own.count("\n") <= 100
-    (tmp_path / "my_mixtral.py").write_text(own)
+    assert write_family(tmp_path) == own and own.count("\n") <= 100
     monkeypatch.syspath_prepend(str(tmp_path))
     config = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 64}
     config |= {
-        "architectures": ["MixtralForCausalLM"],
+        "architectures": ["OlmoeForCausalLM"],
         "intermediate_size": 32,
-        "num_local_experts": 4,
+        "num_experts": 4,
         "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = model_shape(tmp_path, "my_mixtral:MIXTRAL")
-    assert (shape.family, shape.num_experts) == ("my_mixtral:MIXTRAL", 4)
-    assert "model.layers.1.block_sparse_moe.experts.{}.w2.weight" in tensors(shape)
+    shape = model_shape(tmp_path, NAME)
+    assert (shape.family, shape.num_experts) == (NAME, 4)
+    assert tensors(shape)["model.layers.1.self_attn.k_norm.weight"] == (1, 16, 1)
     check_reshard(shape)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"clip_qkv": 8.0}))
+    with pytest.raises(UserError, match="clip_qkv is 8.0; use a checkpoint where it is None"):
+        model_shape(tmp_path, NAME)
 
     names: dict[str, Any] = {}
     exec(compile(block, "docs/models.md", "exec"), names)

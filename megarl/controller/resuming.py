@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -105,6 +105,7 @@ class Progress:
     buffer: JsonObject  # `BufferState`
     sampling: JsonObject  # what the groups of the buffer depend on: `sampling_keys`
     lora: JsonObject | None = None  # `adapter_identity`, in a run that trains adapters
+    model: JsonObject = field(default_factory=dict)  # `model_keys`; empty before 28 November 2026
     format: int = FORMAT
 
 
@@ -282,13 +283,28 @@ def model_errors(snapshot: Snapshot, recipe: Recipe) -> list[UserError]:
     then = progress_of(snapshot)
     shape = asdict(model_shape(recipe.model.path, recipe.model.family))
     known = _with_defaults(then.shape, shape)
+    errors = []
+    for key, value in model_keys(recipe).items():
+        before = then.model.get(key, value)
+        if before == value:
+            continue
+        problem = f"{_written(value)}, and {snapshot.folder} was written with {_written(before)}"
+        hint = f"set it to {_written(before)}, or choose another run.name"
+        errors.append(UserError(key, problem, hint))
+        if key == "model.family":  # the shape has its name
+            known["family"] = shape["family"]
     if known == shape:
-        return _adapter_errors(snapshot, then, recipe)
+        return errors + _adapter_errors(snapshot, then, recipe)
     key = next(name for name in shape if known.get(name) != shape[name])
     problem = (
         f"{snapshot.folder} is of a model with {key} {known.get(key)}, this one has {shape[key]}"
     )
-    return [UserError("model.path", problem, f"{_SAME_MODEL}, or another run.name")]
+    return [*errors, UserError("model.path", problem, f"{_SAME_MODEL}, or another run.name")]
+
+
+def model_keys(recipe: Recipe) -> JsonObject:
+    """By recipe key, what the model computes with its weights, beside its files, as `Progress` has it."""
+    return {"model.family": recipe.model.family, "model.rope_scaling": recipe.model.rope_values}
 
 
 def adapter_identity(recipe: Recipe) -> JsonObject | None:
@@ -338,7 +354,7 @@ def _with_defaults(stored: dict[str, object], now: dict[str, object]) -> dict[st
 
     They have their defaults; the family is that of the run.
     """
-    defaults = {field.name: field.default for field in fields(ModelShape)}
+    defaults = {each.name: each.default for each in fields(ModelShape)}
     defaults["family"] = now["family"]
     known = {name: value for name, value in stored.items() if name in now}
     return {name: value for name, value in defaults.items() if value is not MISSING} | known

@@ -19,6 +19,7 @@ from megarl.controller.resuming import (
     Progress,
     adapter_identity,
     critic_of,
+    model_keys,
     progress_of,
     sampling_keys,
 )
@@ -145,6 +146,7 @@ class Saver:
             buffer=BufferState.of(buffer),
             sampling=sampling_keys(self._recipe),
             lora=adapter_identity(self._recipe),
+            model=model_keys(self._recipe),
         )
 
     def _make_way(self, step: int) -> None:

@@ -387,6 +387,34 @@ def test_every_reason_not_to_go_on_is_told_at_once(runs: Runs, tiny_model: Path)
     assert "1 shuffles the data differently from 7" in lines[2]
 
 
+OWN_FAMILY = """
+from dataclasses import replace
+from megarl.model.families import FAMILIES
+ROW = replace(FAMILIES["Qwen3MoeForCausalLM"], models="my own")
+"""
+
+
+def test_another_family_or_scaling_of_positions_is_refused_by_its_key(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is older than the record of these keys goes on with any."""
+    (tmp_path / "row_of_saver.py").write_text(OWN_FAMILY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scaling = "model.rope_scaling={factor: 4, original_max_position_embeddings: 32}"
+    family = "model.family=row_of_saver:ROW"
+    runs.all(scaling)
+    assert runs.refused(scaling) == []
+    of_scaling, of_family = map(str, reversed(runs.refused(family)))
+    assert "model.family: row_of_saver:ROW, and" in of_family
+    assert of_family.endswith("was written with null; set it to null, or choose another run.name")
+    assert of_scaling.startswith("model.rope_scaling: null, and")
+    assert '"factor": 4.0' in of_scaling
+    assert wheres(runs.refused(scaling.replace("4", "8"))) == ["model.rope_scaling"]
+    snapshot = runs.find(scaling)
+    older = {key: value for key, value in snapshot.run.items() if key != "model"}
+    assert model_errors(replace(snapshot, run=older), runs.recipe()) == []
+
+
 def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(runs: Runs) -> None:
     """And where it has a field that is gone."""
     runs.all()

@@ -184,6 +184,11 @@ PUBLISHED_FIELDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def architecture(family: str) -> str:
+    """As in a `config.json`, and the key of megarl's table."""
+    return f"{FAMILIES[family][0]}ForCausalLM"
+
+
 def write(
     folder: Path,
     family: str,
@@ -202,7 +207,7 @@ def write(
     fields["num_hidden_layers"] += mtp_layers
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}Config")(**fields))
-    _randomise(model)
+    randomise(model)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= PUBLISHED_FIELDS.get(name, {})
@@ -229,7 +234,7 @@ def rescaled(path: Path, folder: Path, scaling: Mapping[str, Any]) -> Path:
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module) -> None:
+def randomise(model: torch.nn.Module) -> None:
     """Ones would hide a wrong norm, zeros a wrong bias."""
     for name, parameter in model.named_parameters():
         if name.endswith(("A_log", "dt_bias")):

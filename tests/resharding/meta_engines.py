@@ -43,6 +43,7 @@ MODELS = {
     "hunyuan_v3",
     "minimax_m2",
     "mixtral",
+    "olmoe",
     "qwen3_moe",
     "qwen3_next",
     "qwen3",

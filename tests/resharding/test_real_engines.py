@@ -15,6 +15,7 @@ from megarl.model.lora_pairs import LoraSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.shards import LayoutError, Shard, cells, verify_params
+from tests.model.page_family import NAME, write_family
 from tests.resharding.meta_engines import Request, build, write_config
 
 pytestmark = pytest.mark.slow
@@ -86,6 +87,12 @@ CONFIGS |= {
     "glm-4.6": published("glm-4.6", first_k_dense_replace=1),
     "glm-4.7-flash": {**published("glm-4.5-air"), **GLM_FLASH},
 }  # fmt: skip
+CONFIGS["olmoe-1b-7b"] = {  # the family of docs/models.md; defaults of transformers 5.12.1
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 2048,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+    "vocab_size": 50304, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "norm_topk_prob": False,
+    "clip_qkv": None, "tie_word_embeddings": False, "hidden_act": "silu", **FEW_LAYERS,
+}  # fmt: skip
 DENSE, SHARED, HEAD = {"whole_dense": True}, {"whole_shared": True}, {"group_head": True}
 WHOLE = {**DENSE, **SHARED, **HEAD}
 DEEPEP = {**WHOLE, "deepep": True}
@@ -120,6 +127,7 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
     "mixtral-8x7b": [layout(8), layout(4, 2)],
     "qwen3-next-80b-a3b": [layout(2), layout(8, 8, 4, **HEAD), layout(4, 2), layout(8, 8, 8, **DEEPEP)],
     "qwen2-57b-a14b": [layout(4, 2), layout(4, 4, 2, **SHARED), layout(4, 4, 4, **DEEPEP)],
+    "olmoe-1b-7b": [layout(1)],
     "qwen2.5-32b": [layout(8), layout(4)],
     "qwen3, padded vocabulary": [layout(2), layout(4)],
     "llama-3.1-8b": [layout(8), layout(16)],
@@ -144,6 +152,7 @@ CACHE_SCALES = {
     "qwen2.5-32b": 2,
     "qwen2-57b-a14b": 2,
     "llama-3.1-8b": 2,
+    "olmoe-1b-7b": 2,
 }
 
 
@@ -161,6 +170,7 @@ class Case(NamedTuple):
         )
 
 
+SPLIT_OLMOE = Case("olmoe-1b-7b", layout(2), 0)
 PLAIN_CACHE = Case("deepseek-v3", EngineLayout(1, 16, 16, dp=8, fp8=True), 0)
 FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashmla"}
 
@@ -253,11 +263,15 @@ class Models:
 
     def __init__(self, folder: Path) -> None:
         paths = {name: write_config(folder / name, config) for name, config in CONFIGS.items()}
-        self.shapes = {name: model_shape(path) for name, path in paths.items()}
+        self.shapes = {
+            name: model_shape(path, NAME if name == SPLIT_OLMOE.model else None)
+            for name, path in paths.items()
+        }
         requests = [Request(paths[case.model], case.engine, case.rank) for case in cases()]
         requests.append(
             Request(paths[PLAIN_CACHE.model], PLAIN_CACHE.engine, PLAIN_CACHE.rank, FP8_CACHE)
         )
+        requests.append(Request(paths[SPLIT_OLMOE.model], SPLIT_OLMOE.engine, SPLIT_OLMOE.rank))
         requests += [
             Request(paths[model], replace(engine, fp8=True), 0)
             for model, (engine, *_) in CUT_TILES.items()
@@ -271,7 +285,7 @@ class Models:
         ]
         builds = build(requests)
         self.built = dict(zip(cases(), builds, strict=False))
-        self.fp8_cache, *cut = builds[len(cases()) :]
+        self.fp8_cache, self.split_olmoe, *cut = builds[len(cases()) :]
         self.cut = dict(zip(CUT_TILES, cut, strict=False))
         self.slots = cut[len(CUT_TILES) :][: len(slots())]
         self.loaded = cut[len(CUT_TILES) + len(slots()) :]
@@ -282,7 +296,11 @@ class Models:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
+    folder = tmp_path_factory.mktemp("models")
+    write_family(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        return Models(folder)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -369,6 +387,14 @@ def test_another_layout_than_the_engines_is_refused(
     other = case._replace(engine=replace(case.engine, **changes))
     with pytest.raises(LayoutError, match="weight map and model differ"):
         verify_params(models.shards(other), models.built[case].params)
+
+
+def test_norms_that_sglang_does_not_split_are_refused_where_the_map_splits_them(
+    models: Models,
+) -> None:
+    assert not models.split_olmoe.error, models.split_olmoe.error
+    with pytest.raises(LayoutError, match=r"weight map and model differ.*q_norm"):
+        verify_params(models.shards(SPLIT_OLMOE), models.split_olmoe.params)
 
 
 @pytest.mark.parametrize("model", CUT_TILES)
