@@ -301,7 +301,10 @@ class Calls:
             else:
                 cause = self._cause(labels)
             self._refuse_own_end(cause)
-            self.tell_hang(cause)
+            owned = {worker.name for worker in self._owners}
+            if any(name not in owned for name, _ in failures):
+                # owners tell it of their workers, where they do not start them anew
+                self.tell_hang(cause)
             raise cause
 
     def tell_hang(self, cause: Exception) -> None:

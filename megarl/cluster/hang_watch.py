@@ -63,6 +63,7 @@ class HangWatch:
         self._taken: set[str] = set()
         self._looked: tuple[Phase, int] | None = None  # at how many limits of a phase
         self._ended_by: tuple[str, Phase | None] | None = None
+        self._last_page: threading.Thread | None = None
         # one report at a time, by whichever thread
         self._reporting = threading.Lock()
         self._is_over = threading.Event()
@@ -83,6 +84,9 @@ class HangWatch:
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join(_BEFORE_END_S)
+        if self._last_page:
+            # it may have waited for another report, and be about to write
+            self._last_page.join(_WRITE_S)
 
     def before_end(self, problem: str, *, is_certain: bool = False) -> None:
         """Write the page before the run ends because of a process that hangs; returns soon, come what may.
@@ -99,6 +103,7 @@ class HangWatch:
             kwargs={"verdict": problem, "is_certain": is_certain},
             daemon=True,
         )
+        self._last_page = thread
         thread.start()
         thread.join(_BEFORE_END_S)
 
@@ -163,7 +168,7 @@ class HangWatch:
         try:
             evidence = collect(self._view(), reason, phase)
             evidence = replace(evidence, verdict=verdict, is_certain=is_certain)
-            if self._is_over.is_set():
+            if self._is_over.is_set() and not verdict:
                 return
             file = self._new_file(phase)
             line = self._first_words(evidence, kind)

@@ -6,6 +6,7 @@ store has closed the connection; the kernel ends one that is out of memory. So t
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -32,7 +33,9 @@ _LOOK_S = 30.0  # between two looks at which processes there are
 _RAYLET_ENDS_S = 5.0  # a raylet closes its object store before it ends
 _FAILED = 1
 _WRITE_S = 2.0  # for which a page may stay unwritten
-_PAGE = "command_ended.txt"
+_PAGE = (
+    "command_ended"  # and a number from the second on: a resumed run keeps the pages from before
+)
 _UNKNOWN = "the command was ended before it could say what it waited for; metrics.jsonl has the steps before"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
@@ -216,7 +219,7 @@ class _Supervisor:
         lines = [cause, "", _UNKNOWN, "", "PROCESSES THAT WERE ALIVE", *(alive or ["  none"])]
         page = "".join(f"{one_line(line)}\n" for line in lines)
         # a disk that does not answer holds nobody up
-        has_ended(begin(partial(_written, self._pages / _PAGE, page)), _WRITE_S)
+        has_ended(begin(partial(_written, self._pages, page)), _WRITE_S)
 
     def _clean_up(self) -> None:
         self._pids |= {process.pid for process in processes.descendants(self._older)}
@@ -225,6 +228,10 @@ class _Supervisor:
         remove_dead(SESSION_PREFIX, SESSION_PARENT)
 
 
-def _written(file: Path, text: str) -> None:
-    file.parent.mkdir(exist_ok=True)
+def _written(folder: Path, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    names = itertools.chain(
+        [f"{_PAGE}.txt"], (f"{_PAGE}_{number}.txt" for number in itertools.count(2))
+    )
+    file = next(folder / name for name in names if not (folder / name).exists())
     file.write_text(text, encoding="utf-8")

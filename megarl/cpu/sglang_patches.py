@@ -52,7 +52,6 @@ def patch_sglang() -> None:
     scatter_without_nccl()
     keep_memory_unpinned()
     norm_in_torch()
-    gate_in_torch()
 
 
 def set_environment() -> None:
@@ -278,7 +277,7 @@ def norm_all_heads() -> None:
 
 
 def gate_shared_experts() -> None:
-    """Gate Qwen2-MoE's shared experts by torch's operations, in whose place SGLang calls a kernel of Triton."""
+    """Gate the shared experts of Qwen2-MoE and Qwen3-Next in torch, where SGLang launches a Triton kernel."""
     from sglang.srt.models import qwen2_moe
 
     def add(hidden: Tensor, gate_weight_H: Tensor, shared: Tensor, total: Tensor) -> None:
@@ -324,16 +323,6 @@ def norm_in_torch() -> None:
 
     norm: Any = fused_norm_gate.FusedRMSNormGated
     norm.forward = lambda self, x, gate: sglang_delta_net.gated_norm(x, self.weight, gate, self.eps)
-
-
-def gate_in_torch() -> None:
-    """Add what a shared expert with a gate returns in torch, where SGLang launches a Triton kernel."""
-    from sglang.srt.models import qwen2_moe
-
-    def add(hidden: Tensor, gate_weight: Tensor, shared: Tensor, total: Tensor) -> None:
-        total += F.linear(hidden, gate_weight[None]).sigmoid() * shared
-
-    qwen2_moe.fused_gate_sigmoid_mul_add = add
 
 
 class _UnpinnedTorch:

@@ -118,7 +118,7 @@ def read_model(
         if has_scores:
             shape = replace(shape, num_labels=1, tied=False, num_mtp_layers=0)
         if rope_scaling is not None and (shape.mla or not row.has_yarn):
-            raise _rope_scaling_error(path)
+            raise _rope_scaling_error(row, is_latent=shape.mla is not None)
         facts = _facts(config, row, is_latent=shape.mla is not None)
     except UserError as error:
         return HfModel(str(path), shape, error=error)
@@ -135,8 +135,10 @@ def hf_facts(path: str | Path, family: str | None = None) -> HfFacts:
     return read_model(path, family).required_facts
 
 
-def _rope_scaling_error(path: str | Path) -> UserError:
-    problem = f"{path} has latent attention, or rotary positions that turn a part of each head"
+def _rope_scaling_error(family: Family, *, is_latent: bool) -> UserError:
+    problem = f"{family.architecture} is trained with the positions of its config.json alone"
+    if is_latent:
+        problem = f"{family.architecture} has latent attention, whose YaRN has more parameters"
     return UserError("model.rope_scaling", problem, "leave it out: config.json decides")
 
 
@@ -179,7 +181,7 @@ def _shape(config: ConfigFile, family: Family, own: str | None) -> ModelShape:
         fields["family"] = own
     shape = ModelShape(**fields, tied=config.truth("tie_word_embeddings"))
     groups = top_groups = 1
-    if family.has_grouped_router:
+    if family.has_sigmoid_router:
         groups = config.optional_integer("n_group") or 1
         top_groups = config.optional_integer("topk_group") or groups
     config.refuse_contradictions(shape, groups, top_groups)
@@ -195,7 +197,7 @@ def _refuse_variants(config: ConfigFile, family: Family) -> None:
     _refuse_routers(config, family)
     window = config.content.get("sliding_window")
     if window is not None and config.content.get("use_sliding_window") is None:
-        hint = "use a checkpoint where it is null: attention to all earlier tokens is known"
+        hint = "use a checkpoint where it is null: each token attends to all earlier ones here"
         raise config.error(f"sliding_window is {json.dumps(window):.60}", hint)
     kinds = set(config.texts("layer_types")) - {"full_attention"}
     if kinds and "layer_types" not in family.own_keys:
@@ -211,7 +213,7 @@ def _refuse_routers(config: ConfigFile, family: Family) -> None:
         "n_group": (1,),
         "topk_group": (1,),
     }
-    if family.has_grouped_router:
+    if family.has_sigmoid_router:
         known = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     for key, values in known.items():
         value = config.content.get(key)
@@ -264,7 +266,7 @@ def _refuse_routing(config: ConfigFile, family: Family) -> None:
         raise config.error(problem, hint)
     if family.has_experts and chosen == 1:
         raise config.error("num_experts_per_tok is 1", "use a checkpoint where it is 2 or more")
-    if family.has_grouped_router and not config.content.get("norm_topk_prob", True):
+    if family.has_sigmoid_router and not config.content.get("norm_topk_prob", True):
         raise config.error("norm_topk_prob is false", "use a checkpoint where it is true")
 
 

@@ -70,7 +70,8 @@ def _refuse_variants(rope: ConfigFile, *, is_latent: bool) -> None:
     wrong = [key for key in usual if rope.content.get(key, usual[key]) != usual[key]]
     if not isinstance(rope.content.get("truncate", True), bool):
         wrong.append("truncate to something else than true or false")
-    if rope.content.get("mscale_all_dim") is None and rope.content.get("mscale", 1) != 1:
+    all_dims = rope.content.get("mscale_all_dim")
+    if rope.content.get("mscale", 1) != 1 and (all_dims is None or not (is_latent or all_dims)):
         wrong.append("mscale without mscale_all_dim")
     if not is_latent and rope.content.get("mscale_all_dim") and not rope.content.get("mscale"):
         wrong.append("mscale_all_dim without mscale")

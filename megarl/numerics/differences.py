@@ -228,6 +228,9 @@ def _difference(key: tuple[int, str], pair: Pair, tolerance: Tolerance) -> Diffe
     if differs_TF.any():
         # what is small everywhere is shown in the token that is wrong as a whole
         shown_TF = np.where(_any_feature(differs_TF)[:, None], shown_TF, -1.0)
+    if is_wrong_T.any():
+        # the token whose figures are told
+        shown_TF[np.arange(len(shown_TF)) != worst] = -1.0
     token, feature = np.unravel_index(int(shown_TF.argmax()), shown_TF.shape)
     ranks = tuple(ranks_in(parts, differs_TF) for parts in pair)
     by_terms = differing_terms(*pair, allowed_TF) if differs_TF.any() else ((), ())

@@ -10,6 +10,7 @@ from megarl.algos import learns_from_answers
 from megarl.checkpoints import hf_import, peft
 from megarl.config import Recipe
 from megarl.data.template_limits import template_error
+from megarl.model.families import family_of
 from megarl.model.hf_config import end_token_ids
 from megarl.model.shape import ModelShape
 from megarl.model.tokenizer import (
@@ -117,6 +118,12 @@ def loss_errors(recipe: Recipe, shape: ModelShape) -> ErrorIterator:
     for key, is_set in of_experts.items():
         if is_set and not shape.num_experts:
             yield UserError(f"train.{key}", "the model has no experts", f"leave train.{key} out")
+    if train.replay == "r3" and "chosen_experts" in family_of(shape).engine_lacks:
+        yield UserError(
+            "train.replay",
+            f"SGLang's class {family_of(shape).architecture} does not record which experts a token went to",
+            "set it to r2 or off",
+        )
     if train.router_bias_rate and not shape.router_bias:
         yield UserError(
             "train.router_bias_rate",
@@ -142,8 +149,18 @@ def policy_errors(roles: Roles, *, has_weights: bool = True) -> ErrorIterator:
             yield from hf_import.check_hf(model.path, model.known_shape)
     if model.error:
         yield model.error
+    if model.facts and model.known_shape and model.known_shape.delta:
+        yield from _type_errors(roles.recipe, model.facts.dtype)
     if model.known_shape:
         yield from _context_errors(roles)
+
+
+def _type_errors(recipe: Recipe, of_file: str) -> ErrorIterator:
+    """SGLang makes a norm of linear attention in the type of config.json, whatever the engine's is."""
+    if recipe.model.dtype != of_file:
+        problem = f"{recipe.model.dtype}, but SGLang makes norms of linear attention as config.json says: {of_file}"
+        hint = f"set it to {of_file}, or change torch_dtype in {recipe.model.path}/config.json"
+        yield UserError("model.dtype", problem, hint)
 
 
 def _context_errors(roles: Roles) -> ErrorIterator:

@@ -238,7 +238,8 @@ def source_views(
             return computed
     if copy.forwarded or not copy.name.endswith(SCALE_SUFFIX):
         return views(targets if copy.forwarded else sources, copy.source_param, at, size)
-    whole = shape_as_stack(sources[copy.source_param.format(at[0])].shape)
+    source = copy.source_param.format(at[0])
+    whole = shape_as_stack(source, sources[source].shape)
     row = at[1] * FP8_TILE
     col = at[2] * FP8_TILE
     block = (

@@ -126,7 +126,7 @@ class Factors:
         ).items():
             if name not in targets:
                 wrong.append(f"{name}: SGLang has no such slot")
-            elif shape_as_stack(targets[name].shape) != size:
+            elif shape_as_stack(name, targets[name].shape) != size:
                 wrong.append(
                     f"{name}: the map needs {list(size)}, SGLang has {list(targets[name].shape)}"
                 )

@@ -22,6 +22,7 @@ Cell = tuple[int, int, int]  # item, row, column
 Box = tuple[Range, Range, Range]  # items, rows, columns
 FP8 = "float8_e4m3fn"  # torch's name of the type of weights in tiles
 VOCAB_TENSORS = frozenset({EMBEDDING, LM_HEAD})  # their parameters may end in padding rows
+_CONVOLUTION = "conv1d.weight"  # ends the names of weights [channels, 1, width]
 _ERRORS_SHOWN = 3
 
 
@@ -119,13 +120,13 @@ def overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def shape_as_stack(shape: Sequence[int]) -> Size:
+def shape_as_stack(param: str, shape: Sequence[int]) -> Size:
     """A parameter's shape viewed as [items, rows, cols]; [n] is [1, n, 1], a convolution's [n, 1, k] is [1, n, k]."""
     if len(shape) < 2:
         return 1, (shape[0] if shape else 1), 1
     if len(shape) > 3:
         raise LayoutError(f"a parameter of shape {list(shape)} has more than three dimensions")
-    if len(shape) == 3 and shape[1] == 1:
+    if len(shape) == 3 and param.endswith(_CONVOLUTION):
         return 1, shape[0], shape[2]
     items = shape[0] if len(shape) == 3 else 1
     return items, shape[-2], shape[-1]
@@ -141,14 +142,15 @@ def views(params: NamedTensors, param: str, at: Cell, size: Size) -> list[Tensor
     if STACK in param:
         numbers = range(item, item + num_items)
         return [
-            _view(params[param.format(number)], (0, row, col), (1, num_rows, num_cols))
+            _view(params, param.format(number), (0, row, col), (1, num_rows, num_cols))
             for number in numbers
         ]
-    return [_view(params[param], at, size)]
+    return [_view(params, param, at, size)]
 
 
-def _view(tensor: Tensor, at: Cell, size: Size) -> Tensor:
-    stack = tensor.detach().view(shape_as_stack(tensor.shape))
+def _view(params: NamedTensors, param: str, at: Cell, size: Size) -> Tensor:
+    tensor = params[param]
+    stack = tensor.detach().view(shape_as_stack(param, tensor.shape))
     for dim, (start, length) in enumerate(zip(at, size, strict=True)):
         stack = stack.narrow(dim, start, length)
     return stack
@@ -216,7 +218,7 @@ def first_of(errors: Sequence[str]) -> str:
 def _param_errors(
     name: str, mapped: Size, param: Tensor, boxes: list[Box], padded: bool
 ) -> list[str]:
-    real = shape_as_stack(param.shape)
+    real = shape_as_stack(name, param.shape)
     long_enough = real[1] == mapped[1] or (padded and real[1] > mapped[1])
     if (real[0], real[2]) != (mapped[0], mapped[2]) or not long_enough:
         return [f"{name}: the map needs {list(mapped)}, the model has {list(param.shape)}"]

@@ -104,7 +104,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-next": LOSSES,
 }
 # as many key heads of linear attention as any layout splits
-CHANGES = {"qwen3-next": {"linear_num_key_heads": 8, "linear_num_value_heads": 16}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3-next": {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+}
 
 
 def train(trainer: Any) -> dict[str, Any]:

@@ -147,7 +147,8 @@ def test_wide_norms_are_cut_with_the_heads() -> None:
 def test_files_have_convolutions_of_three_dimensions_and_gates_of_one_row() -> None:
     shapes = hf_tensors(MIXED_SHAPE)
     assert shapes["model.layers.0.linear_attn.conv1d.weight"] == (40, 1, 4)
-    assert shape_as_stack((40, 1, 4)) == (1, 40, 4)
+    assert shape_as_stack("linear_attn.conv1d.weight", (40, 1, 4)) == (1, 40, 4)
+    assert shape_as_stack("experts.w2_lora_A", (40, 1, 4)) == (40, 1, 4), "adapters of rank 1"
     assert shapes["model.layers.0.linear_attn.A_log"] == (8,)
     assert shapes["model.layers.0.mlp.shared_expert_gate.weight"] == (1, 6)
     params = {shard.param for shard in megatron_map.shards(MIXED_SHAPE, TrainLayout(1, 1, 1, 1), 0)}

@@ -12,6 +12,6 @@ DEEPSEEK_V3 = Family(
     layers="dense layers, then routed and shared experts, multi-token prediction (MTP)",
     constants={"router_bias": True, "qk_norm": False},
     has_experts=True,
-    has_grouped_router=True,
+    has_sigmoid_router=True,
     has_yarn=True,
 )

@@ -11,7 +11,7 @@ from megarl.model.families.mtp_frame import MtpFrame
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import MlaShape, ModelShape
 
-Lacking = Literal["dp", "group_head", "deepep"]
+Lacking = Literal["dp", "group_head", "deepep", "chosen_experts"]
 _MLA_INTEGERS = {  # MlaShape's field -> the key of config.json
     "kv_lora_rank": "kv_lora_rank",
     "nope_dim": "qk_nope_head_dim",
@@ -35,14 +35,14 @@ class Family:
     of a layer, by its number, on which multi-token prediction layers count on. mtp: what is around those layers.
     megatron: fields of Megatron's TransformerConfig that differ from the usual ones.
 
-    has_experts: some layers have routed experts. has_grouped_router: DeepSeek-V3's, which chooses groups of experts
+    has_experts: some layers have routed experts. has_sigmoid_router: DeepSeek-V3's, which may choose groups of experts
     first and normalises sigmoid scores. has_yarn: rotary positions may be YaRN's. rotary_share: of each head's width,
     what rotary positions turn where config.json has no partial_rotary_factor; None: the family turns all of it.
     own_keys: the keys that `read` reads, and that other families have with one value alone. splits_shared: SGLang
     splits the shared experts over all ranks, but with DeepEP, whatever its environment says (SGLANG_SHARED_EXPERT_TP1).
     facts: the fields of HfFacts that config.json says by other keys. engine_lacks: what SGLang has not for it: DP
-    attention, an output layer for each group of it, DeepEP. has_wide_norms: queries and keys are normalised over all
-    heads at once.
+    attention, an output layer for each group of it, DeepEP, a record of the experts that tokens went to.
+    has_wide_norms: queries and keys are normalised over all heads at once.
     """
 
     architecture: str
@@ -55,7 +55,7 @@ class Family:
     mtp: MtpFrame = MtpFrame()
     megatron: Mapping[str, Any] = field(default_factory=dict)
     has_experts: bool = False
-    has_grouped_router: bool = False
+    has_sigmoid_router: bool = False
     has_yarn: bool = False
     rotary_share: float | None = None
     own_keys: frozenset[str] = frozenset()

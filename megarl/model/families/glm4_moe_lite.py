@@ -32,6 +32,6 @@ GLM4_MOE_LITE = Family(
     constants={"router_bias": True, "qk_norm": False},
     layer=layer,
     has_experts=True,
-    has_grouped_router=True,
+    has_sigmoid_router=True,
     splits_shared=True,
 )

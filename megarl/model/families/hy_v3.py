@@ -21,15 +21,16 @@ _EXPERTS = Experts(
 
 def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     """SGLang has norms of queries and keys, and normalises the weights of experts, only where the file says so."""
+    hint = "use the config.json that was published with the weights"
     for key in ("qk_norm", "route_norm"):
         if not config.truth(key):
-            raise config.error(
-                f"{key} is not true", "use the config.json that was published with the weights"
-            )
+            raise config.error(f"{key} is not true", hint)
+    if config.content.get("use_qk_norm", True) is not True:  # SGLang prefers it to qk_norm
+        raise config.error("use_qk_norm is not true", hint)
     return {
         **read_heads(config, common),
         **read_experts(config),
-        "num_dense_layers": config.integer("first_k_dense_replace", default=1, least=0),
+        "num_dense_layers": config.integer("first_k_dense_replace", least=0),
         "ffn_size": config.integer("intermediate_size"),
         "num_shared_experts": config.integer("num_shared_experts", default=0, least=0),
     }
@@ -54,8 +55,8 @@ HY_V3 = Family(
     constants={"router_bias": True},
     layer=layer,
     has_experts=True,
-    has_grouped_router=True,
+    has_sigmoid_router=True,
     splits_shared=True,
     facts=facts,
-    engine_lacks=frozenset({"dp", "deepep"}),
+    engine_lacks=frozenset({"dp", "deepep", "chosen_experts"}),
 )

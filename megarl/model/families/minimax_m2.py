@@ -55,9 +55,9 @@ MINIMAX_M2 = Family(
     layer=layer,
     # with it Megatron sums the gradients of the norms over TP, whose ranks have weights of their own here
     megatron={"qk_layernorm": False},
-    engine_lacks=frozenset({"group_head"}),
+    engine_lacks=frozenset({"group_head", "chosen_experts"}),
     has_experts=True,
-    has_grouped_router=True,
+    has_sigmoid_router=True,
     rotary_share=0.5,
     has_wide_norms=True,
     facts=facts,

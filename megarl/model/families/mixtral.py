@@ -56,5 +56,5 @@ MIXTRAL = Family(
     layer=layer,
     has_experts=True,
     facts=facts,
-    engine_lacks=frozenset({"dp", "deepep"}),
+    engine_lacks=frozenset({"dp", "deepep", "chosen_experts"}),
 )

@@ -17,12 +17,19 @@ from megarl.model.shape import DeltaShape, ModelShape
 # SGLang has the modules of full attention in the layer itself (models/qwen3_next.py)
 _ATTENTION = Modules("self_attn.", "self_attention.", "")
 _EXPERTS = Experts(shared="shared_expert", shared_gate="shared_expert_gate.weight")
+# variants that SGLang has and the training ranks have not
+_READ_BY_SGLANG = {"output_gate_type": ("swish", "silu"), "attn_output_gate": (True,)}
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
 
 
 def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     """Raises UserError for layers of another order, and for shared experts of another width than whole experts."""
+    for key, known in _READ_BY_SGLANG.items():
+        value = config.content.get(key)
+        if value is not None and value not in known:
+            hint = f"use a checkpoint where it is {known[0]!r}"
+            raise config.error(f"{key} is {value!r:.60}", hint)
     sizes = read_heads(config, common) | read_experts(config)
     shared = config.integer("shared_expert_intermediate_size")
     if shared % sizes["moe_ffn_size"]:
