@@ -126,7 +126,7 @@ def shape_as_stack(param: str, shape: Sequence[int]) -> Size:
         return 1, (shape[0] if shape else 1), 1
     if len(shape) > 3:
         raise LayoutError(f"a parameter of shape {list(shape)} has more than three dimensions")
-    if len(shape) == 3 and param.endswith(_CONVOLUTION):
+    if len(shape) == 3 and shape[1] == 1 and param.endswith(_CONVOLUTION):
         return 1, shape[0], shape[2]
     items = shape[0] if len(shape) == 3 else 1
     return items, shape[-2], shape[-1]
