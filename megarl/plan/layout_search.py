@@ -97,13 +97,13 @@ def search(
     if recipe.rollout.engine.external:
         problem = f"{side}, and how long external engines take for a step is not known"
         raise UserError("--search", problem, "leave it out, or rollout.engine.external")
-    if any(role.shape.delta for role in resolve(recipe).models.values()):
-        problem = f"{side}, and the search was never compared with plans of linear attention"
-        raise UserError("--search", problem, "leave it out, and plan one layout after the other")
     sampled = not learns_from_answers(recipe.algorithm.name)
     if side == "engine" and not sampled:
         problem = f"{side}, but {recipe.algorithm.name} learns from the data's answers and samples nothing"
         raise UserError("--search", problem, "give it train")
+    if any(role.shape.delta for role in resolve(recipe).models.values()):
+        problem = f"{side}, and the search was never compared with plans of linear attention"
+        raise UserError("--search", problem, "leave it out, and plan one layout after the other")
     recipe_plan = make_plan(recipe, hardware, response_share, in_full=False)
     estimator = Estimator(
         recipe_plan.recipe,
