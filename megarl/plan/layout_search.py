@@ -101,10 +101,10 @@ def search(
     if side == "engine" and not sampled:
         problem = f"{side}, but {recipe.algorithm.name} learns from the data's answers and samples nothing"
         raise UserError("--search", problem, "give it train")
-    if any(role.shape.delta for role in resolve(recipe).models.values()):
+    recipe_plan = make_plan(recipe, hardware, response_share, in_full=False)
+    if any(role.shape.delta for role in resolve(recipe_plan.recipe).models.values()):
         problem = f"{side}, and the search was never compared with plans of linear attention"
         raise UserError("--search", problem, "leave it out, and plan one layout after the other")
-    recipe_plan = make_plan(recipe, hardware, response_share, in_full=False)
     estimator = Estimator(
         recipe_plan.recipe,
         hardware,

@@ -39,6 +39,8 @@ def test_the_published_config() -> None:
         ({"linear_num_value_heads": 24}, "linear_num_value_heads"),
         ({"shared_expert_intermediate_size": 500}, "shared_expert_intermediate_size"),
         ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
