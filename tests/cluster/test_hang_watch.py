@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import psutil
 import pytest
+import ray
 
 from megarl.cluster import hang_evidence, hang_watch, local_ray
 from megarl.cluster.actor import Ref, Worker
@@ -283,17 +285,19 @@ def test_an_engine_whose_scheduler_a_signal_has_stopped_is_named_until_it_gives_
 
 
 def test_a_full_object_store_is_named(watched: Watched, engines: Engines, tmp_path: Path):
-    kept = [
-        watched.cluster.put(bytes(PART_BYTES - 2**12)) for _ in range(STORE_BYTES // PART_BYTES)
-    ]
+    kept = []
+    for _ in range(STORE_BYTES // PART_BYTES):
+        ref = watched.cluster.put(np.zeros(PART_BYTES - 2**12, np.uint8))
+        # Ray moves to its disk what nobody reads
+        kept.append((ref, ray.get(ref)))
     while max(hang_evidence._store_shares().values(), default=0.0) < FULL_SHARE:
         time.sleep(0.05)  # until Ray has counted them
     worker = engines[0][0]
     call = worker.call("wait_for", tmp_path / "end")
     page = watched.page_of({call: worker.name}, "train")
-    assert re.match(r"the object store of node [\d.]+ is full \(\d+%\): ", page[0])
     (tmp_path / "end").touch()
     watched.cluster.gather({call: worker.name})
+    assert re.match(r"the object store of node [\d.]+ is full \(\d+%\): ", page[0])
     assert kept
 
 
