@@ -165,7 +165,7 @@ def _opened(path: str | Path, own: str | None) -> tuple[ConfigFile, Family, bool
         if own:
             problem += f", and {KEY} is {own}, of {own_family(own).architecture}"
         nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)
-        hint = f"add a family as a file of your own, named in {KEY} (docs/models.md), the nearest is {nearest[0]}"
+        hint = f"add a family of your own, named in {KEY} (docs/models.md); the name nearest to it is {nearest[0]}"
         raise config.error(problem, f"{hint}; or use one of {', '.join(rows)}")
     return config, rows[name], is_classifier
 

@@ -124,10 +124,6 @@ class Place(NamedTuple):
     name: str
     param: str
 
-    def inside(self, param: str) -> Place:
-        """A module of the same layer inside this one, which only the rank's model has."""
-        return Place(self.layer, self.name, self.param + param)
-
     def norm(self, name: str, size: int, param: str) -> Shard:
         return _vector(self.name + name, size, self.param + param)
 

@@ -287,7 +287,7 @@ def test_a_family_of_a_user_comes_before_that_of_the_table(tmp_path: Path) -> No
     ("architecture", "family", "problem"),
     [
         ("FalconForCausalLM", None, r'architectures is \["FalconForCausalLM"\].*docs/models.md'),
-        ("Qwen3LongForCausalLM", None, "the nearest is Qwen3ForCausalLM"),
+        ("Qwen3LongForCausalLM", None, "the name nearest to it is Qwen3ForCausalLM"),
         ("OtherForCausalLM", OWN + "MIXED", "model.family is .*:MIXED, of MixedForCausalLM"),
         ("MixedForCausalLM", OWN + "layer", "model.family: .*:layer is a function"),
         ("MixedForCausalLM", OWN + "NONE", "model.family: .* has no 'NONE'"),

@@ -341,7 +341,7 @@ def test_a_judge_that_is_down_for_a_whole_phase_costs_what_the_recipe_says(
         assert isinstance(error, UserError) and error.where == "reward.function"
         assert "raised JudgeError: no verdict: 127.0.0.1:1 " in error.problem
         # on a busy machine the time for an answer may be over before it is known that nobody listens
-        assert re.search("ConnectError|has not answered|gave no usable answer", error.problem), (
+        assert re.search("ConnectError|has not answered|within 2 s on ", error.problem), (
             error.problem
         )
 

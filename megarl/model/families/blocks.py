@@ -330,6 +330,10 @@ class Experts(NamedTuple):
 
 
 USUAL_EXPERTS = Experts()
+GATED_SHARED_EXPERTS = Experts(shared="shared_expert", shared_gate="shared_expert_gate.weight")
+# where Mixtral and those after it have their experts, and an expert's gate, up and down projection
+BLOCK_SPARSE_MOE = Modules("block_sparse_moe.", "mlp.", "block_sparse_moe.")
+BLOCK_SPARSE_KINDS = ("w1", "w3", "w2")
 
 
 @cache

@@ -110,6 +110,25 @@ def read_experts(config: ConfigFile) -> dict[str, int]:
     }
 
 
+def read_experts_as_wide_as_mlps(config: ConfigFile) -> dict[str, Any]:
+    """Routed experts whose width has the key that other families have for that of an MLP."""
+    return {
+        "num_experts": config.integer("num_local_experts"),
+        "experts_per_token": config.integer("num_experts_per_tok"),
+        "moe_ffn_size": config.integer("intermediate_size"),
+    }
+
+
+def read_gated_shared(config: ConfigFile, expert_width: int) -> int:
+    """How many routed experts are as wide as the shared one. Raises UserError where that is no whole number."""
+    key = "shared_expert_intermediate_size"
+    width = config.integer(key)
+    if width % expert_width:
+        hint = f"use a checkpoint where it is a multiple of moe_intermediate_size ({expert_width})"
+        raise config.error(f"{key} is {width}", hint)
+    return width // expert_width
+
+
 def read_heads(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     """The key/value heads, and the width of all heads."""
     width, remainder = divmod(common["hidden_size"], common["num_heads"])

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.model.families.blocks import Experts, Layer, attention, experts
-from megarl.model.families.family import Family, read_heads
-from megarl.model.families.mixtral import BLOCK_SPARSE, KINDS, read_experts_of_all_layers
+from megarl.model.families.blocks import (
+    BLOCK_SPARSE_KINDS,
+    BLOCK_SPARSE_MOE,
+    Experts,
+    Layer,
+    attention,
+    experts,
+)
+from megarl.model.families.family import Family, read_experts_as_wide_as_mlps, read_heads
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import ModelShape
 
-_EXPERTS = Experts(bias="e_score_correction_bias", kinds=KINDS, engine_router_dtype="float32")
+_EXPERTS = Experts(
+    bias="e_score_correction_bias", kinds=BLOCK_SPARSE_KINDS, engine_router_dtype="float32"
+)
 _READ_BY_SGLANG = {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}
 
 
@@ -26,7 +34,7 @@ def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
             f"qk_norm_type is {config.content['qk_norm_type']!r:.60}",
             "use a checkpoint where it is per_layer",
         )
-    return read_heads(config, common) | read_experts_of_all_layers(config)
+    return read_heads(config, common) | read_experts_as_wide_as_mlps(config)
 
 
 def facts(config: ConfigFile) -> dict[str, Any]:
@@ -41,7 +49,7 @@ def facts(config: ConfigFile) -> dict[str, Any]:
 
 def layer(shape: ModelShape, number: int) -> Layer:
     """Experts in every layer; norms over all heads at once."""
-    return Layer(attention(shape, wide_norms=True), experts(shape, _EXPERTS, BLOCK_SPARSE))
+    return Layer(attention(shape, wide_norms=True), experts(shape, _EXPERTS, BLOCK_SPARSE_MOE))
 
 
 MINIMAX_M2 = Family(

@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.model.families.blocks import Experts, Layer, Modules, attention, experts
-from megarl.model.families.family import Family, read_heads
+from megarl.model.families.blocks import (
+    BLOCK_SPARSE_KINDS,
+    BLOCK_SPARSE_MOE,
+    Experts,
+    Layer,
+    attention,
+    experts,
+)
+from megarl.model.families.family import Family, read_experts_as_wide_as_mlps, read_heads
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import ModelShape
 
-BLOCK_SPARSE = Modules("block_sparse_moe.", "mlp.", "block_sparse_moe.")
-KINDS = ("w1", "w3", "w2")  # an expert's gate, up and down projection
-_EXPERTS = Experts(kinds=KINDS)
-
-
-def read_experts_of_all_layers(config: ConfigFile) -> dict[str, Any]:
-    """Experts whose width is that of an MLP."""
-    return {
-        "num_experts": config.integer("num_local_experts"),
-        "experts_per_token": config.integer("num_experts_per_tok"),
-        "moe_ffn_size": config.integer("intermediate_size"),
-    }
+_EXPERTS = Experts(kinds=BLOCK_SPARSE_KINDS)
 
 
 def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
-    """A window of attention is refused: published files of Mixtral have none."""
+    """A window of attention is refused, also beside use_sliding_window, which Mixtral's classes do not read."""
     if config.content.get("sliding_window") is not None:
         problem = f"sliding_window is {config.content['sliding_window']!r:.60}"
         raise config.error(problem, "use a checkpoint where it is null")
@@ -34,7 +30,7 @@ def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     if remainder or heads["head_dim"] != width:
         problem = f"head_dim is {heads['head_dim']}, and SGLang's heads are hidden_size / num_attention_heads wide"
         raise config.error(problem, f"use a checkpoint where it is {width}")
-    return heads | read_experts_of_all_layers(config)
+    return heads | read_experts_as_wide_as_mlps(config)
 
 
 def facts(config: ConfigFile) -> dict[str, Any]:
@@ -44,7 +40,7 @@ def facts(config: ConfigFile) -> dict[str, Any]:
 
 def layer(shape: ModelShape, number: int) -> Layer:
     """Experts in every layer."""
-    return Layer(attention(shape), experts(shape, _EXPERTS, BLOCK_SPARSE))
+    return Layer(attention(shape), experts(shape, _EXPERTS, BLOCK_SPARSE_MOE))
 
 
 MIXTRAL = Family(

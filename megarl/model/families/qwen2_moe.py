@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.model.families.blocks import Experts, Layer, attention, experts
-from megarl.model.families.family import Family, read_experts, read_heads
+from megarl.model.families.blocks import GATED_SHARED_EXPERTS, Layer, attention, experts
+from megarl.model.families.family import Family, read_experts, read_gated_shared, read_heads
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import ModelShape
-
-EXPERTS = Experts(shared="shared_expert", shared_gate="shared_expert_gate.weight")
 
 
 def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     """The shared experts are one MLP, as wide as some routed experts together."""
     sizes = read_experts(config)
-    key = "shared_expert_intermediate_size"
-    number, rest = divmod(config.integer(key), sizes["moe_ffn_size"])
-    if rest or not number:
-        hint = "use a checkpoint where it is a multiple of moe_intermediate_size"
-        raise config.error(f"{key} is {config.integer(key)}", hint)
+    number = read_gated_shared(config, sizes["moe_ffn_size"])
     if not config.content.get("qkv_bias", True):
         raise config.error("qkv_bias is false", "use a checkpoint where it is true")
     return {**read_heads(config, common), **sizes, "num_shared_experts": number}
@@ -28,7 +22,7 @@ def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
 
 def layer(shape: ModelShape, number: int) -> Layer:
     """All layers are alike."""
-    return Layer(attention(shape), experts(shape, EXPERTS))
+    return Layer(attention(shape), experts(shape, GATED_SHARED_EXPERTS))
 
 
 QWEN2_MOE = Family(

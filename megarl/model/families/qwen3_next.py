@@ -8,15 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.model.families.blocks import Experts, Layer, Modules, experts, gated_attention
+from megarl.model.families.blocks import (
+    GATED_SHARED_EXPERTS,
+    Layer,
+    Modules,
+    experts,
+    gated_attention,
+)
 from megarl.model.families.delta_blocks import delta_net
-from megarl.model.families.family import Family, read_experts, read_heads
+from megarl.model.families.family import Family, read_experts, read_gated_shared, read_heads
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import DeltaShape, ModelShape
 
 # SGLang has the modules of full attention in the layer itself (models/qwen3_next.py)
 _ATTENTION = Modules("self_attn.", "self_attention.", "")
-_EXPERTS = Experts(shared="shared_expert", shared_gate="shared_expert_gate.weight")
 # variants that SGLang has and the training ranks have not
 _READ_BY_SGLANG = {"output_gate_type": ("swish", "silu"), "attn_output_gate": (True,)}
 _LINEAR = "linear_attention"
@@ -31,11 +36,6 @@ def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
             hint = f"use a checkpoint where it is {known[0]!r}"
             raise config.error(f"{key} is {value!r:.60}", hint)
     sizes = read_heads(config, common) | read_experts(config)
-    shared = config.integer("shared_expert_intermediate_size")
-    if shared % sizes["moe_ffn_size"]:
-        problem = f"shared_expert_intermediate_size is {shared}"
-        width = sizes["moe_ffn_size"]
-        raise config.error(problem, f"use a checkpoint where it is a multiple of {width}")
     delta = DeltaShape(
         num_key_heads=config.integer("linear_num_key_heads"),
         num_value_heads=config.integer("linear_num_value_heads"),
@@ -50,7 +50,7 @@ def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
         raise config.error(problem, "use a checkpoint where each key head has as many value heads")
     return {
         **sizes,
-        "num_shared_experts": shared // sizes["moe_ffn_size"],
+        "num_shared_experts": read_gated_shared(config, sizes["moe_ffn_size"]),
         "delta": delta,
     }
 
@@ -72,8 +72,8 @@ def _full_every(config: ConfigFile, num_layers: int) -> int:
 def layer(shape: ModelShape, number: int) -> Layer:
     """Gated DeltaNet or gated attention, and experts."""
     if shape.is_linear(number):
-        return Layer(delta_net(shape), experts(shape, _EXPERTS))
-    return Layer(gated_attention(shape, _ATTENTION), experts(shape, _EXPERTS))
+        return Layer(delta_net(shape), experts(shape, GATED_SHARED_EXPERTS))
+    return Layer(gated_attention(shape, _ATTENTION), experts(shape, GATED_SHARED_EXPERTS))
 
 
 QWEN3_NEXT = Family(
