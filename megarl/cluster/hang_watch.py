@@ -117,9 +117,9 @@ class HangWatch:
             limit_s = self._phases.limit_s(phase.name)
             reason = f"{phase} has lasted for longer than {limit_s:.0f} s"
             if self._phases.has_limit(phase.name):
-                self._report_once(reason, _SLOW)
+                self._report_once(reason, _SLOW, phase)
             elif self._stands_still(phase):
-                self._report_once(f"{reason} and stands still", _HANG)
+                self._report_once(f"{reason} and stands still", _HANG, phase)
 
     def _stands_still(self, phase: Phase) -> bool:
         """Look twice at a phase whose usual length nobody knows, once each time its limit passes."""
@@ -138,10 +138,10 @@ class HangWatch:
             return self._phases.current == phase and seems_hung(evidence)
         return False
 
-    def _report_once(self, reason: str, kind: str) -> None:
+    def _report_once(self, reason: str, kind: str, phase: Phase) -> None:
         with self._reporting:
-            phase = self._phases.current
-            if phase is None or phase != self._reported:
+            # another report, which this one has waited for, may be that of its end
+            if phase == self._phases.current and phase != self._reported:
                 self._reported = phase
                 self._make(reason, kind, phase)
 

@@ -66,8 +66,11 @@ def set_environment() -> None:
     os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 
-def server_arguments(tp: int, room: int) -> dict[str, Any]:
-    """SGLang's server arguments for CPU, where no device memory is divided; room: tokens that the KV cache needs."""
+def server_arguments(tp: int, room: int, num_sequences: int) -> dict[str, Any]:
+    """SGLang's server arguments for CPU, where no device memory is divided.
+
+    room: tokens that the KV cache needs. num_sequences: that may run at once.
+    """
     cores = os.cpu_count() or 1
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tp))
     return {
@@ -77,6 +80,8 @@ def server_arguments(tp: int, room: int) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "sleep_on_idle": True,
         "max_total_tokens": room,
+        # of linear attention, which else has nearly half of the machine's memory
+        "max_mamba_cache_size": _STATES_OF_A_SEQUENCE * num_sequences,
     }
 
 
@@ -116,6 +121,9 @@ def end_with_host() -> None:
 
 
 _FORK_SERVER_USERS: list[None] = []
+
+# its own and those of the prefixes that SGLang keeps for it, by MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO (SGLang)
+_STATES_OF_A_SEQUENCE = 3
 
 
 @contextmanager

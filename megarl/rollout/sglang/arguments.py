@@ -219,7 +219,7 @@ def server_arguments(
     if config_values := _config_values(settings):
         arguments["json_model_override_args"] = json.dumps(config_values)
     if device == "cpu":
-        arguments |= sglang_patches.server_arguments(layout.tp, room)
+        arguments |= sglang_patches.server_arguments(layout.tp, room, limit)
     else:
         arguments |= _gpu_arguments(settings)
     if settings.adapter:

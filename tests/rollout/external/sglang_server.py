@@ -21,6 +21,7 @@ if DEVICE == "cpu":
     sglang_patches.prepare()
 
 _PR_SET_PDEATHSIG = 1
+_SEQUENCES = 64
 _TOKENS = 4096  # of its KV cache
 
 
@@ -62,13 +63,13 @@ def main(model: str, port: str, tp: str, key: str) -> None:
         "tp_size": int(tp),
         "api_key": key,
         "log_level": "error",
-        "max_running_requests": 64,
+        "max_running_requests": _SEQUENCES,
         "disable_shared_experts_fusion": True,
         "skip_server_warmup": True,
         "max_total_tokens": _TOKENS,
     }
     if DEVICE == "cpu":
-        arguments |= sglang_patches.server_arguments(int(tp), _TOKENS)
+        arguments |= sglang_patches.server_arguments(int(tp), _TOKENS, _SEQUENCES)
     else:
         # the run's training rank has the rest of the GPU
         arguments |= {"mem_fraction_static": 0.3, "moe_runner_backend": "triton"}

@@ -355,6 +355,9 @@ def test_seeded_samples_depend_on_no_other_setting() -> None:
     assert cpu["disable_radix_cache"] and "enable_deterministic_inference" not in cpu
     room_for_all = 136 * 64
     assert cpu["chunked_prefill_size"] == cpu["max_total_tokens"] == room_for_all
+    assert cpu["max_mamba_cache_size"] == 3 * 64, (
+        "linear attention must not take half of the machine"
+    )
     assert arguments("cuda", engine_keys, seeded=True)["enable_deterministic_inference"]
 
 
