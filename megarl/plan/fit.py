@@ -43,6 +43,7 @@ _WORTH_IT = 0.95  # of a step's seconds now; less than that is inside the estima
 _Values = dict[str, Any]  # by dotted key
 Count = Callable[[Recipe, ModelSizes], MemoryPlan]
 TryEngines = Callable[[Recipe], tuple[MemoryPlan, StepTime]]
+OptimizerSeconds = Callable[[Recipe], float]
 
 
 @dataclass
@@ -69,6 +70,11 @@ class _Change:
     def error(self, problem: str, hint: str) -> UserError:
         return UserError(next(iter(self.values)), problem, hint)
 
+    @property
+    def changes_optimizer(self) -> bool:
+        """Whether AdamW's state gets other types or another place."""
+        return not self.values.keys().isdisjoint(("train.optimizer", "train.optimizer_offload"))
+
     @cached_property
     def roles(self) -> Roles:
         return resolve(self.recipe)
@@ -89,11 +95,18 @@ class _Change:
         return self.memory.kv.concurrency_mean / self.memory.kv.wanted
 
 
-def with_errors(recipe: Recipe, hardware: Hardware, sizes: ModelSizes, count: Count) -> MemoryPlan:
-    """The recipe's memory, with an error for each phase that does not fit. count: the memory of a recipe.
+def with_errors(
+    recipe: Recipe,
+    hardware: Hardware,
+    sizes: ModelSizes,
+    count: Count,
+    optimizer_s: OptimizerSeconds,
+) -> MemoryPlan:
+    """The recipe's memory, with an error for each phase that does not fit.
 
-    Changes are tried by counting the memory again. Those that need models to be built again are tried only where no
-    other change is enough.
+    count: the memory of a recipe. optimizer_s: the seconds of a step that the policy's AdamW takes in a recipe of the
+    same layouts. Changes are tried by counting the memory again. Those that need models to be built again are tried
+    only where no other change is enough.
     """
     plan = count(recipe, sizes)
     changes: dict[str, _Change] = {}  # by their words: phases have some in common
@@ -113,16 +126,22 @@ def with_errors(recipe: Recipe, hardware: Hardware, sizes: ModelSizes, count: Co
         built = sizes_of([change.roles.models for change in to_build], whole=False)
         for change, built_sizes in zip(to_build, built, strict=True):
             change.counted = count(change.recipe, built_sizes)
-    errors = [_error(recipe, hardware, plan, *pair) for pair in by_phase.items()]
+    errors = [_error(recipe, hardware, plan, *pair, optimizer_s) for pair in by_phase.items()]
     return replace(plan, errors=errors)
 
 
 def _error(
-    recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str, tried: Sequence[_Change]
+    recipe: Recipe,
+    hardware: Hardware,
+    plan: MemoryPlan,
+    phase: str,
+    tried: Sequence[_Change],
+    optimizer_s: OptimizerSeconds,
 ) -> UserError:
     """Names the cheapest change that makes the phase fit, and most other phases; if none does, that which helps most.
 
-    A change that leaves the KV cache less than half of the room that another change leaves it is passed over.
+    A change that leaves the KV cache less than half of the room that another change leaves it is passed over. A change
+    of the optimizer's state comes with the seconds of its steps.
     """
     problem = _problem(recipe, hardware, plan, phase)
     if not tried:
@@ -138,7 +157,13 @@ def _error(
     change = next(change for change in best if change.room >= most_room / 2)
     kv = change.memory.kv
     left = f"{_gigabytes(change.memory, phase):.1f} GB, and an engine has room for {kv.concurrency_mean} sequences"
-    return change.error(problem, f"set {change.words}: then it is {left} of {kv.wanted}")
+    hint = f"set {change.words}: then it is {left} of {kv.wanted}"
+    if change.changes_optimizer:
+        host = _updated(recipe, ["train", "optimizer_offload"], True)
+        hint += f"; AdamW takes {optimizer_s(change.recipe):.2g} s a step"
+        if not change.recipe.train.optimizer_offload:
+            hint += f", on the host {optimizer_s(host):.2g} s"
+    return change.error(problem, hint)
 
 
 def _problem(recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str) -> str:
@@ -304,6 +329,8 @@ def _host_changes(recipe: Recipe) -> Iterator[_Values]:
         yield {"checkpoint.asynchronous": False}
     if recipe.train.optimizer_offload:
         yield {"train.optimizer_offload": False}
+        for options in smaller_states(recipe):
+            yield {"train.optimizer_offload": False, "train.optimizer": options}
     if recipe.reference.use:
         yield {"reference.use": False}
 

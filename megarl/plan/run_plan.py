@@ -20,7 +20,8 @@ from megarl.plan.engine_simulation import CLIPPED, GroupLimits
 from megarl.plan.expert_exchange import LinkBytes, exchanged_bytes
 from megarl.plan.fit import cache_advice, lacking, with_errors
 from megarl.plan.loss_cost import LossCost, loss_cost
-from megarl.plan.model_size import ModelSize, ModelSizes, sizes_of
+from megarl.plan.model_size import ModelSize, ModelSizes, resized, sizes_of
+from megarl.plan.optimizer_advice import optimizer_advice
 from megarl.plan.phase_advice import TriedPhases, phase_advice
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
 from megarl.plan.phased_rollout import PhasedRollout, phased_rollout
@@ -164,8 +165,8 @@ def make_plan(
         for role, size in sizes.items()
     }
     learning, others = step_times(roles, hardware, sizes, shares, samples, reshard.expected_s)
-    tries = _Tries(hardware, sizes, samples, shares["policy"], others)
-    memory = with_errors(recipe, hardware, sizes, tries.memory)
+    tries = Tries(hardware, sizes, samples, shares, others)
+    memory = with_errors(recipe, hardware, sizes, tries.memory, tries.optimizer_s)
     phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
     rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
     hints = _advice(roles, tries, memory, rollout) if in_full else []
@@ -188,12 +189,13 @@ def make_plan(
     )
 
 
-def _advice(roles: Roles, tries: _Tries, memory: MemoryPlan, rollout: RolloutTime) -> list[str]:
+def _advice(roles: Roles, tries: Tries, memory: MemoryPlan, rollout: RolloutTime) -> list[str]:
     recipe = roles.recipe
     policy = tries.sizes["policy"]
     hints = [
         *advice(recipe, policy.layout, recipe.rollout.engine.count, tries.samples),
         *timeout_advice(recipe, rollout.longest_s(roles.engines.count)),
+        *optimizer_advice(recipe, memory, rollout, tries.states),
     ]
     if not recipe.rollout.engine.external:
         hints += cache_advice(recipe, policy.shape, memory, tries.engines)
@@ -204,20 +206,40 @@ def _advice(roles: Roles, tries: _Tries, memory: MemoryPlan, rollout: RolloutTim
 
 
 @dataclass(frozen=True)
-class _Tries:
-    """Recipes with other engines or phases, and the same training.
+class Tries:
+    """Recipes with other engines, phases or states of the optimizer, and the same layouts of training.
 
-    work: of the policy's ranks. others: a step's seconds without its rollout.
+    shares: by role, the ranks' work. others: a step's seconds without its rollout.
     """
 
     hardware: Hardware
     sizes: ModelSizes
     samples: Samples
-    work: RankWork
+    shares: Mapping[RoleName, RankWork]
     others: StepTime
 
     def memory(self, changed: Recipe, sizes: ModelSizes) -> MemoryPlan:
-        return plan_memory(changed, self.hardware, sizes, self.samples, self.work)
+        return plan_memory(changed, self.hardware, sizes, self.samples, self.shares["policy"])
+
+    def optimizer_s(self, changed: Recipe) -> float:
+        """Seconds of a step in which the policy's AdamW steps, or its state crosses PCIe."""
+        time = self._training(changed)[0]["policy"]
+        return time.memory_s + time.optimizer_s
+
+    def states(self, changed: Recipe) -> tuple[MemoryPlan, StepTime]:
+        """With another state of the optimizer; the step is without its rollout."""
+        return self.memory(changed, self._sizes_of(changed)), self._training(changed)[1]
+
+    def _training(self, changed: Recipe) -> tuple[dict[RoleName, TrainTime], StepTime]:
+        roles = resolve(changed)
+        sizes = self._sizes_of(changed)
+        reshard_s = self.others.reshard_s
+        return step_times(roles, self.hardware, sizes, self.shares, self.samples, reshard_s)
+
+    def _sizes_of(self, changed: Recipe) -> ModelSizes:
+        sizes = resized(self.sizes, resolve(changed).models)
+        assert sizes  # the layouts are the same
+        return sizes
 
     def phases(self, changed: Recipe) -> TriedPhases | None:
         room = self.memory(changed, self.sizes)

@@ -15,12 +15,15 @@ from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName
 from megarl.placement.train_layout import TrainLayout
-from megarl.plan.batch import RankWork, step_samples
+from megarl.plan.batch import RankWork, Samples, step_samples
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.fit import with_errors
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
+from megarl.plan.run_plan import Tries
+from megarl.plan.step_time import StepTime
 
+NO_STEP = StepTime(*7 * [0.0])
 MANY = 10**6  # micro-batches: more than any pipeline has in flight
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +141,11 @@ def count(
 ) -> MemoryPlan:
     """The memory where responses have that share of the longest length in the mean."""
     samples = step_samples(recipe, mean_share)
-    work = RankWork(
+    return plan_memory(recipe, hardware, sizes, samples, _work(samples))
+
+
+def _work(samples: Samples) -> RankWork:
+    return RankWork(
         updates=1,
         dp=1,
         sequences=samples.num_trained,
@@ -149,16 +156,22 @@ def count(
         bubble=0.0,
         balance=1.0,
     )
-    return plan_memory(recipe, hardware, sizes, samples, work)
 
 
 def memory(
     recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], *mean_share: float
 ) -> MemoryPlan:
     """The same with faults."""
-    return with_errors(
-        recipe,
-        hardware,
-        sizes,
-        lambda changed, changed_sizes: count(changed, hardware, changed_sizes, *mean_share),
-    )
+    tried = tries(recipe, hardware, sizes, *mean_share)
+    return with_errors(recipe, hardware, sizes, tried.memory, tried.optimizer_s)
+
+
+def tries(
+    recipe: Recipe,
+    hardware: Hardware,
+    sizes: Mapping[RoleName, ModelSize],
+    mean_share: float = 0.5,
+) -> Tries:
+    """Other recipes of the same layouts, beside a step that takes no time."""
+    samples = step_samples(recipe, mean_share)
+    return Tries(hardware, sizes, samples, dict.fromkeys(sizes, _work(samples)), NO_STEP)
