@@ -22,10 +22,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import DEVICE
 from megarl.model.lora_pairs import LoraSize, split_factors
-from megarl.model.quantisation import FP8_CONFIG, QUANTISATION_KEYS
+from megarl.model.precision import PLAIN, Precision, fp8_config
+from megarl.model.quantisation import QUANTISATION_KEYS
 from megarl.model.rope import with_rope_scaling
 from megarl.model.shape import ModelShape
-from megarl.model.tensors import aliases, file_shape, hf_tensors, is_projection, tensors
+from megarl.model.tensors import aliases, file_shape, hf_tensors, tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map
 from megarl.resharding.agreement import Agreement
@@ -48,7 +49,7 @@ File = tuple[Shard, ...]  # the tensors of one file; a shard's param is the name
 class Export:
     """An export as each rank gets it; only `rank` differs. dtype: torch's name of the files' data type.
 
-    fp8: the weights of linear layers in tiles of 128 x 128 with float32 scales, as DeepSeek-V3 is published.
+    precision: the formats of the weights; fp8 is tiles of 128 x 128 with float32 scales, as DeepSeek-V3 is published.
     source: the checkpoint folder whose configuration and tokenizer files are copied. folder: on a file system that all
     ranks share; must not exist yet.
     """
@@ -62,7 +63,7 @@ class Export:
     dtype: str
     gpus_per_node: int
     timeout_s: float
-    fp8: bool = False
+    precision: Precision = PLAIN
     file_bytes: int = FILE_BYTES
     round_bytes: int = 512 << 20
     lora: LoraSize | None = None  # adapters, which are merged into the weights
@@ -198,8 +199,7 @@ def _write_wave(
     executor = Executor(streams.assign(rounds), params, tensors_of_file, merge)
     executor.run(group, job.timeout_s, partial(agreement.ask, "written"))
     if rank_file:
-        if job.fp8:
-            _quantise(tensors_of_file)
+        _quantise(job, tensors_of_file)
         name = file_name(first + job.rank, len(files))
         save_file(tensors_of_file, folder / name, metadata={"format": "pt"})
 
@@ -221,9 +221,10 @@ def _allocate(file: File, dtype: str) -> dict[str, Tensor]:
     return tensors_by_name
 
 
-def _quantise(tensors_of_file: dict[str, Tensor]) -> None:
-    """Replace the weights of linear layers by their fp8 tiles and scales, one after the other."""
-    for name in [name for name in tensors_of_file if is_projection(name)]:
+def _quantise(job: Export, tensors_of_file: dict[str, Tensor]) -> None:
+    """Replace the weights that do not stay plain by their fp8 tiles and scales, one after the other."""
+    quantised = [name for name in tensors_of_file if not job.precision.is_plain(job.shape, name)]
+    for name in quantised:
         block = tensors_of_file[name].unsqueeze(0)
         tensors_of_file[name + fp8.SCALE_SUFFIX] = fp8.tile_scales(block)[0]
         tensors_of_file[name] = fp8.quantise(block)[0]
@@ -237,7 +238,7 @@ def _header(file: Path) -> JsonObject:
     return header
 
 
-def _plain_modules(shape: ModelShape) -> list[str]:
+def _plain_modules(shape: ModelShape, precision: Precision) -> list[str]:
     """The modules with a matrix that stays as it is; the names are those of `modules_to_not_convert`."""
     matrices = [name for name, size in hf_tensors(shape).items() if len(size) == 2] + list(
         aliases(shape)
@@ -245,7 +246,7 @@ def _plain_modules(shape: ModelShape) -> list[str]:
     return [
         name.removesuffix(".weight")
         for name in matrices
-        if not is_projection(name) and "embed_tokens" not in name
+        if precision.is_plain(shape, name) and "embed_tokens" not in name
     ]
 
 
@@ -269,10 +270,8 @@ def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> N
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = job.dtype
     for key in QUANTISATION_KEYS:
         config.pop(key, None)
-    if job.fp8:
-        config[QUANTISATION_KEYS[0]] = {
-            **FP8_CONFIG,
-            "modules_to_not_convert": _plain_modules(job.shape),
-        }
+    if job.precision.is_quantised:
+        plain = _plain_modules(job.shape, job.precision)
+        config[QUANTISATION_KEYS[0]] = fp8_config(plain)
     (unfinished / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     unfinished.rename(folder)

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from megarl.checkpoints.hf_files import Slices
 from megarl.model.hf_config import HfFacts, HfModel
+from megarl.model.precision import Precision
 from megarl.model.quantisation import FP8_TILE, HINT, INT4_GROUP, Quantisation
 from megarl.model.shape import ModelShape
 from megarl.model.tensors import aliases, hf_tensors, is_projection, tensors
+from megarl.placement.roles import engine_precision
 from megarl.resharding.fp8 import FP8, SCALE_SUFFIX
 from megarl.resharding.shards import LayoutError, Range, intersect, tiles
 from megarl.types import UserError
@@ -186,17 +188,19 @@ def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
         or model.facts.quantisation is None
     ):
         return None
-    if _are_tiles(model.facts.quantisation, model.shape):
+    if _are_tiles(model.facts.quantisation, model.shape, engine_precision(recipe)):
         return recipe.model.path
     return None
 
 
 @cache
-def _are_tiles(quantisation: Quantisation, shape: ModelShape) -> bool:
-    """Whether the weights that engines have in fp8 are published in tiles: all projections of the decoder."""
-    decoder = hf_tensors(replace(shape, num_mtp_layers=0))
+def _are_tiles(quantisation: Quantisation, shape: ModelShape, precision: Precision) -> bool:
+    """Whether the weights of the decoder that engines have in fp8 are published in tiles."""
+    decoder = replace(shape, num_mtp_layers=0)
     return quantisation.kind == "fp8" and all(
-        map(quantisation.covers, filter(is_projection, decoder))
+        quantisation.covers(name)
+        for name in hf_tensors(decoder)
+        if not precision.is_plain(decoder, name)
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from megarl.model.families import family_of
+from megarl.model.precision import PLAIN, Precision
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import divisors, nearest
@@ -15,6 +16,7 @@ from megarl.types.listed import ErrorIterator, listed
 
 # on CPU SGLang needs a multiple of it for each rank's slice of an MLP's or expert's width
 CPU_FFN_MULTIPLE = 32
+_SHARED = "the shared experts"
 VOCAB_MULTIPLE = 64  # rows that SGLang pads the vocabulary to
 
 
@@ -23,8 +25,8 @@ class EngineLayout:
     """`count` engines of `tp` ranks each; engine e uses the slots [first + e * tp, first + (e + 1) * tp).
 
     Inside an engine SGLang splits the experts `ep` ways and each expert's width tp / ep ways. With dp > 1 (SGLang's
-    DP attention) each of `dp` groups of tp / dp ranks holds the whole attention. fp8: weights in 128 x 128 tiles with
-    scales. first: 0 if engines share the training slots, the training world's size if they have slots of their own.
+    DP attention) each of `dp` groups of tp / dp ranks holds the whole attention. precision: the formats of the weights.
+    first: 0 if engines share the training slots, the training world's size if they have slots of their own.
     whole_dense, whole_shared: each rank holds the dense layers, the shared experts whole; group_head: each of the dp
     groups holds the whole output layer; otherwise all ranks split them. deepep: tokens get to their experts by DeepEP.
     draft: tokens that the MTP layer drafts for each step of the model (speculative decoding).
@@ -34,13 +36,18 @@ class EngineLayout:
     tp: int
     ep: int
     dp: int = 1
-    fp8: bool = False
+    precision: Precision = PLAIN
     first: int = 0
     whole_dense: bool = False
     whole_shared: bool = False
     group_head: bool = False
     deepep: bool = False
     draft: int = 0
+
+    @property
+    def fp8(self) -> bool:
+        """Whether weights are in tiles of 128 x 128 with scales."""
+        return self.precision.weights == "fp8"
 
     @property
     def end(self) -> int:
@@ -219,7 +226,7 @@ class EngineLayout:
         widths = [
             (shape.ffn_size if shape.num_dense_layers else 0, self.dense_ranks, "a dense layer"),
             (shape.moe_ffn_size if shape.num_experts else 0, self.moe_tp, "an expert"),
-            (shared, self.shared_ranks(shape), "the shared experts"),
+            (shared, self.shared_ranks(shape), _SHARED),
         ]
         return [row for row in widths if row[0]]
 
@@ -229,14 +236,16 @@ class EngineLayout:
         heads = shape.num_heads // self.attention_tp
         if mla:
             rows = {"q_b_proj": heads * (mla.nope_dim + mla.rope_dim), "o_proj": heads * mla.v_dim}
-            rows |= {
-                "kv_b_proj": heads * (mla.nope_dim + mla.v_dim),
-                "q_a_proj": mla.q_lora_rank or 0,
-            }
+            rows["q_a_proj"] = mla.q_lora_rank or 0
+            if self.precision.quantises("kv_b_proj"):
+                rows["kv_b_proj"] = heads * (mla.nope_dim + mla.v_dim)
         else:
             kv_heads = max(1, shape.num_kv_heads // self.attention_tp)
             rows = {"q_proj": heads * shape.head_dim, "k_proj": kv_heads * shape.head_dim}
-        rows |= {what: width // parts for width, parts, what in self._widths(shape)}
+        widths = {what: width // parts for width, parts, what in self._widths(shape)}
+        if not self.precision.quantises("shared_experts"):
+            widths.pop(_SHARED, None)
+        rows |= widths
         return [
             f"a rank's {size} of {what} cut a tile of {FP8_TILE}"
             for what, size in rows.items()
@@ -274,9 +283,7 @@ class EngineLayout:
             problem = f"{self.tp} does not divide the key/value heads ({kv_heads}), which an engine on CPU needs"
             hint = f"set rollout.engine.tp to {nearest(self.tp, divisors(kv_heads))}"
             yield UserError("rollout.engine.tp", problem, hint)
-        widths = {
-            width: what for width, _, what in self._widths(shape) if what != "the shared experts"
-        }
+        widths = {width: what for width, _, what in self._widths(shape) if what != _SHARED}
         for width, what in widths.items():
             if width % (self.tp * CPU_FFN_MULTIPLE):
                 valid = [d for d in divisors(width) if width % (d * CPU_FFN_MULTIPLE) == 0]

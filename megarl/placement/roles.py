@@ -10,6 +10,7 @@ from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, has_critic, has_reference
 from megarl.model.adapter_config import adapter_keys
 from megarl.model.hf_config import HfModel, read_model
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.precision import Format, Precision
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.flex_dispatcher import flex_errors
@@ -111,21 +112,32 @@ def is_reporting_rank(layout: TrainLayout, rank: int) -> bool:
     return (at.tp, at.cp, at.pp) == (0, 0, layout.pp - 1)
 
 
+def engine_precision(recipe: Recipe) -> Precision:
+    """The formats of the engines' weights: the contract that both sides of a reshard read."""
+    return precision_of(recipe, "fp8" if recipe.rollout.engine.fp8 else "plain")
+
+
+def precision_of(recipe: Recipe, weights: Format) -> Precision:
+    """The same with other formats of the weights that do not stay plain, as an exported checkpoint may have them."""
+    return Precision(weights)
+
+
 def engine_layout(recipe: Recipe) -> EngineLayout:
     """The engines of the run, from slot `first` on; none where others have started them."""
     engine = recipe.rollout.engine
     whole_dense = engine.dense == "whole" or (engine.dense is None and engine.dp > 1)
     deepep = engine.experts == "deepep"
+    precision = engine_precision(recipe)
     return EngineLayout(
         0 if engine.external else engine.count,
         engine.tp,
         engine.ep,
         engine.dp,
-        engine.fp8,
+        precision,
         recipe.placement.first_engine_gpu,
         whole_dense=whole_dense,
         # Whole ones are more work where tokens are gathered, but in fp8 others would cut tiles.
-        whole_shared=deepep or (whole_dense and engine.fp8),
+        whole_shared=deepep or (whole_dense and precision.quantises("shared_experts")),
         group_head=engine.head == "group" or (engine.head is None and engine.dp > 1),
         deepep=deepep,
         draft=engine.draft,

@@ -63,11 +63,12 @@ class EngineSpeed:
     @cached_property
     def expert_bytes(self) -> float:
         """Bytes of the routed experts' weights on a GPU."""
-        if self.layout.fp8:
-            item = 1
-        else:
-            item = item_bytes(self.dtype)
+        item = item_bytes(self.dtype)
         shape = self.shape
+        if self.layout.fp8:
+            layers = max(1, shape.num_sparse_layers)
+            plain = min(self.layout.precision.plain_last_layers, layers) / layers
+            item = plain * item + (1 - plain)
         experts = shape.num_sparse_layers * shape.num_experts
         return experts * self._expert_size * item / self.layout.tp
 
@@ -83,7 +84,11 @@ class EngineSpeed:
         unread = shape.vocab_size * shape.hidden_size * item_bytes(self.dtype) * (not shape.tied)
         if mla:
             of_layer = shape.num_heads * (mla.nope_dim + mla.v_dim) * mla.kv_lora_rank
-            unread += shape.num_layers * of_layer * (1 if layout.fp8 else item_bytes(self.dtype))
+            plain_layers = layout.precision.plain_last_layers
+            if not layout.precision.quantises("kv_b_proj"):
+                plain_layers = shape.num_layers
+            tiles = (shape.num_layers - plain_layers) * of_layer
+            unread += tiles + plain_layers * of_layer * item_bytes(self.dtype)
         target_bytes = self.weight_bytes - (self._draft_bytes if layout.draft else 0.0)
         return max(0.0, target_bytes - self.expert_bytes - unread / layout.attention_tp)
 
@@ -165,10 +170,10 @@ class EngineSpeed:
     @property
     def _flops_per_s(self) -> float:
         card = self.hardware
+        peak = card.bf16_flops
         if self.layout.fp8 and card.fp8_flops:
-            peak = card.fp8_flops
-        else:
-            peak = card.bf16_flops
+            plain = self.layout.precision.plain_last_layers / self.shape.num_layers
+            peak = 1 / (plain / card.bf16_flops + (1 - plain) / card.fp8_flops)
         return peak * card.prefill_share
 
     @cached_property

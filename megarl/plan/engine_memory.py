@@ -17,6 +17,7 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.model.precision import PLAIN
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
@@ -165,11 +166,17 @@ def _weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> tuple[
             replace(without, num_layers=1, num_dense_layers=1): shape.num_dense_layers,
             replace(without, num_layers=1): shape.num_sparse_layers,
         }
-    others = _laid_out_bytes(without, engine, dtype)
-    total = others + derived
-    for kind, count in kinds.items():
-        if count:
-            total += count * (_laid_out_bytes(kind, engine, dtype) - others)
+    left = shape.num_layers - engine.precision.plain_last_layers
+    engine = replace(engine, precision=engine.precision.of_other_layers)
+    plain = replace(engine, precision=PLAIN)
+    total = _laid_out_bytes(without, engine, dtype) + derived
+    for kind, count in kinds.items():  # in the order of the layers, so that plain ones come last
+        num_first = max(0, min(count, left))
+        left -= count
+        for layout, number in ((engine, num_first), (plain, count - num_first)):
+            if number:
+                others = _laid_out_bytes(without, layout, dtype)
+                total += number * (_laid_out_bytes(kind, layout, dtype) - others)
     return tuple(total.tolist())
 
 

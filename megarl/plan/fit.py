@@ -11,6 +11,7 @@ from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.models import TrainConfig
+from megarl.model.precision import FP8_TILES
 from megarl.model.shape import ModelShape
 from megarl.placement.recomputation import cleared_fields, ladder, recomputed_parts
 from megarl.placement.roles import Roles, engine_layout, resolve
@@ -380,7 +381,7 @@ def cache_advice(
     ):
         return []
     knobs = []
-    in_fp8 = replace(engine_layout(recipe), fp8=True)
+    in_fp8 = replace(engine_layout(recipe), precision=FP8_TILES)
     if not (engine.fp8 or recipe.lora or in_fp8.errors(shape, recipe.placement.gpus)):
         knobs = ["rollout.engine.fp8 true halves the weights beside it"]
     groups = _best_groups(recipe, shape, memory, try_engines)

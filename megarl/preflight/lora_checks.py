@@ -10,7 +10,7 @@ from megarl.config import EngineConfig, Recipe
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.model.tensors import STACK
-from megarl.placement.roles import Role, Roles, trains_merged
+from megarl.placement.roles import Role, Roles, engine_precision, trains_merged
 from megarl.resharding.lora_map import TARGETS, adapted_weights, targets_of
 from megarl.resharding.lora_slots import MLP, modules, unknown_modules
 from megarl.types import UserError
@@ -252,7 +252,8 @@ def _slot_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Er
     if _wraps_experts(size, shape):
         yield from _expert_slot_errors(engine)
     if shape:
-        yield from _missing_slots(size, shape, fp8=engine.fp8)
+        has_scales = engine_precision(recipe).quantises("kv_b_proj")
+        yield from _missing_slots(size, shape, has_scales=has_scales)
 
 
 def _expert_slot_errors(engine: EngineConfig) -> ErrorIterator:
@@ -281,12 +282,12 @@ def _expert_slot_errors(engine: EngineConfig) -> ErrorIterator:
     )
 
 
-def _missing_slots(size: LoraSize, shape: ModelShape, *, fp8: bool) -> ErrorIterator:
-    """Layers of the model for which SGLang has no adapters."""
+def _missing_slots(size: LoraSize, shape: ModelShape, *, has_scales: bool) -> ErrorIterator:
+    """Layers of the model for which SGLang has no adapters. has_scales: kv_b_proj is in fp8."""
     hint = "out of lora.targets, or set lora.sync to merged"
     for name in unknown_modules(shape, size):
         yield UserError("lora.targets", f"SGLang has no adapters for {name}", f"leave it {hint}")
-    if fp8 and "kv_b_proj" in modules(shape, size):
+    if has_scales and "kv_b_proj" in modules(shape, size):
         yield UserError(
             "lora.targets",
             "SGLang's adapters hide the scales of kv_b_proj in fp8",

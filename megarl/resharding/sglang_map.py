@@ -40,7 +40,6 @@ from megarl.model.tensors import (
     INPUT_NORM,
     LM_HEAD,
     MLP_NORM,
-    is_projection,
 )
 from megarl.placement.engine_layout import VOCAB_MULTIPLE, EngineLayout
 from megarl.resharding.block_shards import Grid, entry_shards, offsets
@@ -123,7 +122,8 @@ def _layer(shape: ModelShape, engine: EngineLayout, number: int, prefix: str, pa
             placed = Shard(
                 prefix + shard.name, shard.rows, shard.cols, param + shard.param, *shard[4:]
             )
-            yield from _tiled(holder, placed, engine.fp8)
+            is_plain = engine.precision.is_plain(shape, placed.name)
+            yield from _tiled(holder, placed, is_plain=is_plain)
 
 
 class AxisRanks(NamedTuple):
@@ -176,9 +176,9 @@ def _grids(entry: ParamPart, split: AxisRanks) -> list[tuple[Holder, Grid]]:
     return [(Holder(parts, part, replicas), Grid(parts, part)) for part in range(parts)]
 
 
-def _tiled(holder: Holder, shard: Shard, fp8: bool) -> Placed:
-    """A shard; in an fp8 engine, where SGLang quantises the matrix, its tiles and their scales."""
-    if not (fp8 and is_projection(shard.name)):
+def _tiled(holder: Holder, shard: Shard, *, is_plain: bool) -> Placed:
+    """A shard as it is trained, or its tiles and their scales."""
+    if is_plain:
         yield holder, shard
         return
     (_, row, col) = shard.at

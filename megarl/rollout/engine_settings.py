@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.config import Recipe
 from megarl.config.hardware import communicator_bytes
 from megarl.model.hf_config import HfModel, read_model
+from megarl.model.precision import plain_modules
 from megarl.model.rope import NEW_KEY
 from megarl.placement.roles import engine_layout, lora_size
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
@@ -45,6 +46,7 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         adapter=AdapterSlot.of(model.shape, lora) if lora else None,
         number=index,
         config_values=_config_values(recipe, model),
+        plain_modules=plain_modules(model.shape, layout.precision) if layout.fp8 else (),
     )
 
 

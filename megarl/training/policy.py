@@ -28,6 +28,7 @@ from megarl.algos.ratios import bounded
 from megarl.algos.statistics import Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.disk import writing
+from megarl.model.precision import PLAIN
 from megarl.numerics.parts import write_parts
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.packing import PackedRow, unpack
@@ -35,6 +36,7 @@ from megarl.parallel.routing import Choices
 from megarl.placement.roles import (
     Role,
     is_reporting_rank,
+    precision_of,
     reference_copy,
     sent_lora,
     trains_merged,
@@ -404,8 +406,8 @@ class PolicyRank(TrainingRank):
     def export(self, folder: Path, fp8: bool = False, where: str = "") -> None:
         """Write the weights as a Hugging Face checkpoint, with the configuration and tokenizer of model.path.
 
-        fp8: the weights of linear layers in tiles of 128 x 128 with scales. Raises DiskFault, which names
-        `where`, or the folder.
+        fp8: the weights that fp8 engines of the recipe have in tiles of 128 x 128 with scales. Raises DiskFault, which
+        names `where`, or the folder.
         """
         recipe = self._recipe
         job = Export(
@@ -419,7 +421,7 @@ class PolicyRank(TrainingRank):
             gpus_per_node=recipe.placement.gpus_per_node,
             timeout_s=recipe.run.timeout_s,
             lora=sent_lora(recipe, self.shape),
-            fp8=fp8,
+            precision=precision_of(recipe, "fp8") if fp8 else PLAIN,
             rope_scaling=recipe.model.rope_values,
         )
         store = PrefixStore(f"export {folder}", self._store)

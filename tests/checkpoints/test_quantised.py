@@ -18,6 +18,7 @@ from megarl.checkpoints.hf_files import Slices
 from megarl.checkpoints.hf_import import check_hf, load_hf
 from megarl.checkpoints.quantised import file_bytes, fill
 from megarl.model.hf_config import HfFacts
+from megarl.model.precision import FP8_TILES
 from megarl.model.quantisation import HINT, Quantisation
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.model.tensors import hf_tensors, is_projection
@@ -320,7 +321,7 @@ def test_an_fp8_engines_own_map_gets_the_bytes_of_the_files(tmp_path: Path, kind
     """Weights and scales in the fused parameters of a TP2 EP2 engine whose parts do not cut tiles."""
     shape = dataclasses.replace(WHOLE_TILES, num_mtp_layers=0)
     files, _ = publish(weights(shape), kind)
-    folder, engine = write(tmp_path, files), EngineLayout(1, 2, 2, fp8=True)
+    folder, engine = write(tmp_path, files), EngineLayout(1, 2, 2, precision=FP8_TILES)
     whole = {name: tensor.float() for name, tensor in files.items()}
     for rank in range(2):
         shards = sglang_map.shards(shape, engine, rank)
@@ -379,7 +380,7 @@ def test_bytes_are_those_of_the_files(kind: str, quantisation: Quantisation | No
 
 
 def test_what_is_quantised_is_what_an_fp8_engine_quantises() -> None:
-    shards = sglang_map.shards(WHOLE_TILES, EngineLayout(1, 1, 1, fp8=True, draft=1), 0)
+    shards = sglang_map.shards(WHOLE_TILES, EngineLayout(1, 1, 1, precision=FP8_TILES, draft=1), 0)
     in_fp8 = {shard.name.format(0) for shard in shards if shard.dtype == "float8_e4m3fn"}
     assert in_fp8 == {
         name.format(0) for name in logical_tensors(WHOLE_TILES) if is_projection(name)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.model.hf_config import hf_facts, model_shape
+from megarl.model.precision import FP8_TILES
 from megarl.model.shape import DeltaShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
@@ -55,6 +56,6 @@ def test_layouts_that_do_not_divide_the_key_heads() -> None:
     (error,) = TrainLayout(32, tp=8, pp=1, ep=4, cp=4).errors(shape)
     assert error.where == "train.cp" and "2 key heads" in error.problem
     assert EngineLayout(1, 8, 1).errors(shape, 8) == []
-    assert [each.where for each in EngineLayout(1, 4, 1, fp8=True).errors(shape, 4)] == [
+    assert [each.where for each in EngineLayout(1, 4, 1, precision=FP8_TILES).errors(shape, 4)] == [
         "rollout.engine.fp8"
     ]

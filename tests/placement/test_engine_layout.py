@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.model.precision import FP8_TILES
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 
@@ -151,13 +152,15 @@ def test_dp_attention_cuts_the_attention_over_its_groups_alone() -> None:
 
 
 def test_fp8_asks_that_no_rank_cuts_a_tile() -> None:
-    assert EngineLayout(1, 1, 1, fp8=True).errors(replace(DEEPSEEK, ffn_size=128), 8) == []
+    assert (
+        EngineLayout(1, 1, 1, precision=FP8_TILES).errors(replace(DEEPSEEK, ffn_size=128), 8) == []
+    )
     for change, what in (
         ({"ffn_size": 192}, "a dense layer"),
         ({"moe_ffn_size": 64}, "an expert"),
         ({"mla": replace(DEEPSEEK.mla or MlaShape(1, 1, 1, 1, 1), q_lora_rank=96)}, "q_a_proj"),
     ):
-        errors = EngineLayout(1, 1, 1, fp8=True).errors(
+        errors = EngineLayout(1, 1, 1, precision=FP8_TILES).errors(
             replace(replace(DEEPSEEK, ffn_size=128), **change), 8
         )
         assert any(what in error.problem for error in errors), what
@@ -173,7 +176,7 @@ def test_what_only_a_gpu_refuses() -> None:
 def test_what_only_a_cpu_refuses() -> None:
     assert EngineLayout(1, 2, 1).cpu_errors(MOE) == []
     assert EngineLayout(1, 1, 1).cpu_errors(DEEPSEEK) == []
-    assert [f.where for f in EngineLayout(1, 1, 1, fp8=True).cpu_errors(MOE)] == [
+    assert [f.where for f in EngineLayout(1, 1, 1, precision=FP8_TILES).cpu_errors(MOE)] == [
         "rollout.engine.fp8"
     ]
     assert ["key/value heads" in f.problem for f in EngineLayout(1, 8, 8).cpu_errors(MOE)] == [

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.hardware import Hardware
+from megarl.model.precision import FP8_TILES
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.decode_step import (
@@ -61,7 +62,7 @@ def test_the_cache_is_read_by_the_length_of_what_runs() -> None:
 
 def test_latent_attention_multiplies_with_compressed_keys() -> None:
     """DeepSeek-V3: 61 layers of 128 heads of 2 x 512 + 64, 106 GFLOP a token of 6,252 before it."""
-    layout = EngineLayout(1, 8, 8, dp=8, fp8=True)
+    layout = EngineLayout(1, 8, 8, dp=8, precision=FP8_TILES)
     card = CARDS["H200"]  # on an H800 reading the cache takes a twentieth longer than this
     speed = EngineSpeed(V3, layout, card, 8, "bfloat16", 80e9, token_bytes(V3, layout, 2))
     flops = 2 * 61 * 128 * 1088 * 6252
@@ -117,7 +118,13 @@ def test_all_to_all_is_of_the_nearest_size_that_was_measured() -> None:
     assert all_to_all_s(CARD, 8, 0) == CARD.deepep_latency_s
 
 
-WIDE = {"fp8": True, "whole_dense": True, "whole_shared": True, "group_head": True, "deepep": True}
+WIDE = {
+    "precision": FP8_TILES,
+    "whole_dense": True,
+    "whole_shared": True,
+    "group_head": True,
+    "deepep": True,
+}
 # (card, engine, redundant experts, sequences, tokens before each, seconds of a step). None of these runs had megarl's
 # settings; two of them hide exchanges under the other half's products.
 PUBLISHED = {
@@ -141,8 +148,15 @@ PUBLISHED = {
         128 / 2325,
     ),
     # InferenceX, pull request 870: 8 H200, 1,024 tokens each way; 64 at once: 224 tokens a second on each; 8: 12.8 ms
-    "InferenceX, TP8, 64": ("H200", EngineLayout(1, 8, 8, fp8=True), 0, 64, 1536, 64 / (224 * 8)),
-    "InferenceX, TP8, 8": ("H200", EngineLayout(1, 8, 8, fp8=True), 0, 8, 1536, 12.8e-3),
+    "InferenceX, TP8, 64": (
+        "H200",
+        EngineLayout(1, 8, 8, precision=FP8_TILES),
+        0,
+        64,
+        1536,
+        64 / (224 * 8),
+    ),
+    "InferenceX, TP8, 8": ("H200", EngineLayout(1, 8, 8, precision=FP8_TILES), 0, 8, 1536, 12.8e-3),
     # Ant Group at lmsys.org, 2025-09-26: 16 H20, one draft, 1.8 tokens a step; 423 tokens a second on each
     "Ant, EP16, 12 a GPU": (
         "H20",

@@ -12,6 +12,7 @@ from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.config.loading import load_recipe, overlaid
 from megarl.model.hf_config import model_shape
+from megarl.model.precision import FP8_TILES
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, resolve, train_layout
@@ -284,7 +285,7 @@ def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
     derived = 61 * 4 * (128 + 128) * 512 * 2
     on_every_rank = 61 * (1536 + 512 + 64) * 7168 + 58 * 256 * 7168
     assert sum(bf16) - 32 * derived == pytest.approx(2 * (671.026e9 + 31 * on_every_rank), rel=1e-4)
-    fp8 = weight_bytes(plans.V3, EngineLayout(1, 16, 16, fp8=True), "bfloat16")
+    fp8 = weight_bytes(plans.V3, EngineLayout(1, 16, 16, precision=FP8_TILES), "bfloat16")
     assert sum(fp8) == pytest.approx(sum(bf16) / 2, rel=0.03)
 
 

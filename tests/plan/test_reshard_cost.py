@@ -9,6 +9,7 @@ import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.model.hf_config import model_shape
+from megarl.model.precision import FP8_TILES, PLAIN
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import resolve, train_layout
@@ -78,12 +79,15 @@ def test_fp8_engines_take_half_and_gathering_does_not_shrink() -> None:
     sources = megatron_map.parts(shape, train)
     gathered = [
         gathered_bytes(
-            sources, sglang_map.parts(shape, EngineLayout(1, 2, 1, fp8=fp8)), members, "bfloat16"
+            sources,
+            sglang_map.parts(shape, EngineLayout(1, 2, 1, precision=FP8_TILES if fp8 else PLAIN)),
+            members,
+            "bfloat16",
         )
         for fp8 in (False, True)
     ]
     assert gathered[0].tolist() == gathered[1].tolist()
-    layouts = [EngineLayout(1, 2, 1, fp8=is_fp8) for is_fp8 in (False, True)]
+    layouts = [EngineLayout(1, 2, 1, precision=precision) for precision in (PLAIN, FP8_TILES)]
     wide, narrow = (dest_bytes(sources, sglang_map.parts(shape, layout)) for layout in layouts)
     # of a rank: layers' projections
     tiled = 2 * (4 * 3 * 256 * 256 + 256 * (4 + 2 * 4) * 128 + 4 * 128 * 256) // 2

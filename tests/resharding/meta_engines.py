@@ -58,7 +58,8 @@ GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
 class Request:
     """One TP rank of one engine. folder: has the model's config.json. sglang: as the recipe's rollout.engine.sglang.
 
-    lora: adapters, of which the slots alone are asked for. loads: what SGLang's loader makes of weights is.
+    lora: adapters, of which the slots alone are asked for. plain: the modules of an fp8 engine that stay plain.
+    loads: what SGLang's loader makes of weights is.
     """
 
     folder: str
@@ -66,6 +67,7 @@ class Request:
     rank: int
     sglang: Mapping[str, Any] = field(default_factory=dict)
     lora: LoraSize | None = None
+    plain: tuple[str, ...] = ()
     loads: bool = False
 
 
@@ -245,10 +247,10 @@ def _models(request: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
 
     from megarl.rollout.sglang.arguments import EngineSettings, server_arguments
 
-    engine, rank = EngineLayout(**request["engine"]), request["rank"]
+    engine, rank = meta_slots.layout_of(request["engine"]), request["rank"]
     settings = EngineSettings(
         request["folder"], engine, "bfloat16", 0, 4096, 8, load_weights=False, quantised=True,
-        engine=EngineConfig(sglang=request["sglang"]),
+        engine=EngineConfig(sglang=request["sglang"]), plain_modules=tuple(request["plain"]),
     )  # fmt: skip
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(engine.whole_shared))
     server: Any = ServerArgs(

@@ -15,6 +15,7 @@ import torch
 from megarl.cpu import sglang_patches
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize, factor_name
+from megarl.model.precision import Precision
 from megarl.model.shape import ModelShape
 from megarl.model.tensors import STACK, hf_tensors, tensors
 from megarl.placement.engine_layout import EngineLayout
@@ -26,11 +27,18 @@ from tests.resharding.worlds import Pair, factor, fill, logical, same_bits
 DTYPE = torch.bfloat16
 
 
+def layout_of(fields: Mapping[str, Any]) -> EngineLayout:
+    """The layout whose fields came as JSON."""
+    precision = fields["precision"]
+    plain = tuple(precision["plain"])
+    return EngineLayout(**{**fields, "precision": Precision(**{**precision, "plain": plain})})
+
+
 def wrong_weights(models: Sequence[Any], request: Mapping[str, Any]) -> list[str]:
     """Names of parameters in which SGLang's loader puts other numbers than the map says; models: with the draft."""
     from sglang.srt.speculative.pp_draft_embedding import resolve_target_embed_and_head
 
-    shape, engine = model_shape(request["folder"]), EngineLayout(**request["engine"])
+    shape, engine = model_shape(request["folder"]), layout_of(request["engine"])
     for model in models:
         attributes = {name: vars(param) for name, param in model.named_parameters()}
         for name, param in model.to_empty(device="cpu").named_parameters():
@@ -65,7 +73,7 @@ def wrong_slots(model: torch.nn.Module, server: Any, request: Mapping[str, Any])
 
     An adapter of one rank and of this alpha: SGLang multiplies the factors of experts alone as it loads them.
     """
-    shape, engine = model_shape(request["folder"]), EngineLayout(**request["engine"])
+    shape, engine = model_shape(request["folder"]), layout_of(request["engine"])
     size = LoraSize(**{**request["lora"], "targets": tuple(request["lora"]["targets"])})
     _load(model, server, shape, size, engine, request["rank"])
     slots = engine_model.adapter_slots(model)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.precision import FP8_TILES, Precision
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
@@ -37,6 +38,7 @@ def engine(count: int, tp: int = 1, ep: int = 1, **more: Any) -> EngineLayout:
 FP8_MTP = replace(FP8_MLA, num_mtp_layers=1, moe_ffn_size=512, ffn_size=512)
 LORA = LoraSize(3, 2, 6.0, ())
 IN_SLOTS = replace(LORA, sync="adapters")
+MIXED = Precision("fp8", plain_last_layers=1, plain=("kv_b_proj", "shared_experts"))
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 # Each kind of wire, message, type and payload, with layouts that make them; test_reshard_plan.py carries out plans of
 # all kinds of layouts, and the executor only does what a plan says.
@@ -71,11 +73,12 @@ PAIRS = {
     "MLA PP2 VPP2 to DP attention with drafts, two nodes": Pair(
         MLA, train(4, 1, 2, 2, vpp=2), engine(2, 4, 4, dp=4, whole_shared=True, draft=3), gpus_per_node=4, **BF16
     ),
-    "fp8 MLA with drafts": Pair(
-        FP8_MTP, train(4, 2, 2, 2), engine(1, 4, 4, dp=4, fp8=True, draft=1), round_bytes=1 << 20, **BF16
+    "fp8 MLA with drafts, and plain weights among them": Pair(
+        FP8_MTP, train(4, 2, 2, 2), engine(1, 4, 4, dp=4, precision=MIXED, draft=1), round_bytes=1 << 20, **BF16
     ),
     "fp8 MLA beside the training ranks": Pair(
-        FP8_MLA, train(2, pp=2), engine(1, 2, 1, fp8=True, first=2), round_bytes=1 << 20, gpus_per_node=2, **BF16
+        FP8_MLA, train(2, pp=2), engine(1, 2, 1, precision=FP8_TILES, first=2), round_bytes=1 << 20, gpus_per_node=2,
+        **BF16
     ),
     "adapters of TP4 over two kv heads to TP2": Pair(
         TWO_KV_HEADS, train(4, tp=4, ep=2, expert_tp=2), engine(1, 2), lora=LORA, round_bytes=32_000

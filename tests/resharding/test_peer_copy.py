@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.device import Address, address_of, host_store
+from megarl.model.precision import FP8_TILES
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import peer_copy, sglang_map
@@ -236,7 +237,12 @@ CASES = {
         MLA,
     ),
     "three sources in fp8": (
-        replace(COPY, sources=(0, 1, 2), layout=EngineLayout(1, 1, 1, fp8=True), verify="full"),
+        replace(
+            COPY,
+            sources=(0, 1, 2),
+            layout=EngineLayout(1, 1, 1, precision=FP8_TILES),
+            verify="full",
+        ),
         FP8_MOE,
     ),
 }

@@ -12,6 +12,7 @@ import torch
 
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.precision import FP8_TILES, PLAIN, Precision, plain_modules
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.shards import LayoutError, Shard, cells, verify_params
@@ -98,7 +99,7 @@ WHOLE = {**DENSE, **SHARED, **HEAD}
 DEEPEP = {**WHOLE, "deepep": True}
 
 
-def layout(tp: int, ep: int = 1, dp: int = 1, draft: int = 0, **more: bool) -> EngineLayout:
+def layout(tp: int, ep: int = 1, dp: int = 1, draft: int = 0, **more: Any) -> EngineLayout:
     return EngineLayout(1, tp, ep, dp, draft=draft, **more)
 
 
@@ -132,6 +133,23 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
     "qwen3, padded vocabulary": [layout(2), layout(4)],
     "llama-3.1-8b": [layout(8), layout(16)],
 }  # fmt: skip
+LAST, KINDS = (
+    Precision("fp8", plain_last_layers=1),
+    Precision("fp8", plain=("kv_b_proj", "shared_experts")),
+)
+SHARED_PLAIN = Precision("fp8", plain=("shared_experts",))
+MIXED = [  # fp8 engines with plain weights among those that have tiles
+    ("deepseek-v3", layout(8, 8, 8, draft=1), LAST),
+    ("deepseek-v3", layout(16, 16, 8, draft=1), replace(LAST, plain=KINDS.plain)),
+    ("deepseek-v3", layout(16, 16, 8, **DEEPEP), KINDS),
+    ("moonlight", layout(4, 4), KINDS),  # whose kv_b_proj and shared experts would cut tiles
+    ("qwen3-30b-a3b", layout(4, 2, 2), LAST), ("minimax-m2", layout(8, 8), LAST),
+    ("hy-v3", layout(4, 4), replace(LAST, plain=SHARED_PLAIN.plain)), ("mixtral-8x7b", layout(4, 2), LAST),
+    ("qwen2-57b-a14b", layout(4, 4, 2, **SHARED), SHARED_PLAIN), ("qwen2-57b-a14b", layout(4, 2), LAST),
+    ("olmoe-1b-7b", layout(1), LAST), ("qwen2.5-32b", layout(8), LAST), ("llama-3.1-8b", layout(8), LAST),
+    ("qwen3, padded vocabulary", layout(2), LAST), ("glm-4.6", layout(32, 32, 8, draft=1, **DEEPEP), SHARED_PLAIN),
+    ("glm-4.7-flash", layout(4, 4, 4, **WHOLE), KINDS),
+]  # fmt: skip
 CUT_TILES = {
     "deepseek-v3": [layout(32, 32, 8)],
     "moonlight": [layout(4, 2)],
@@ -163,6 +181,9 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         engine, kind = self.engine, "fp8" if self.engine.fp8 else "bf16"
+        precision = engine.precision
+        if precision not in (PLAIN, FP8_TILES):
+            kind += f" without {precision.plain_last_layers} layers {' '.join(precision.plain)}"
         flags = "".join(f" {name}" for name in DEEPEP if getattr(engine, name))
         flags += f" draft {engine.draft}" if engine.draft else ""
         return (
@@ -171,19 +192,22 @@ class Case(NamedTuple):
 
 
 SPLIT_OLMOE = Case("olmoe-1b-7b", layout(2), 0)
-PLAIN_CACHE = Case("deepseek-v3", EngineLayout(1, 16, 16, dp=8, fp8=True), 0)
+PLAIN_CACHE = Case("deepseek-v3", EngineLayout(1, 16, 16, dp=8, precision=FP8_TILES), 0)
 FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashmla"}
 
 
 def cases() -> list[Case]:
     """The first, middle and last rank of every layout."""
     return [
-        Case(model, replace(engine, fp8=fp8), rank)
+        Case(model, replace(engine, precision=FP8_TILES if fp8 else PLAIN), rank)
         for model, layouts in LAYOUTS.items()
         for engine in layouts
         for fp8 in (False, True)[: 1 + (model not in NO_FP8)]
         for rank in sorted({0, engine.tp // 2, engine.tp - 1})
         if not (fp8 and engine in CUT_TILES.get(model, ()))
+    ] + [
+        Case(model, replace(engine, precision=precision), engine.tp - 1)
+        for model, engine, precision in MIXED
     ]
 
 
@@ -267,13 +291,16 @@ class Models:
             name: model_shape(path, NAME if name == SPLIT_OLMOE.model else None)
             for name, path in paths.items()
         }
-        requests = [Request(paths[case.model], case.engine, case.rank) for case in cases()]
+        requests = [
+            Request(paths[case.model], case.engine, case.rank, plain=self.plain_modules(case))
+            for case in cases()
+        ]
         requests.append(
             Request(paths[PLAIN_CACHE.model], PLAIN_CACHE.engine, PLAIN_CACHE.rank, FP8_CACHE)
         )
         requests.append(Request(paths[SPLIT_OLMOE.model], SPLIT_OLMOE.engine, SPLIT_OLMOE.rank))
         requests += [
-            Request(paths[model], replace(engine, fp8=True), 0)
+            Request(paths[model], replace(engine, precision=FP8_TILES), 0)
             for model, (engine, *_) in CUT_TILES.items()
         ]
         small = {name: write_config(folder / name, config) for name, config in SMALL_MODELS.items()}
@@ -289,6 +316,9 @@ class Models:
         self.cut = dict(zip(CUT_TILES, cut, strict=False))
         self.slots = cut[len(CUT_TILES) :][: len(slots())]
         self.loaded = cut[len(CUT_TILES) + len(slots()) :]
+
+    def plain_modules(self, case: Case) -> tuple[str, ...]:
+        return plain_modules(self.shapes[case.model], case.engine.precision)
 
     def shards(self, case: Case) -> list[Shard]:
         return sglang_map.shards(self.shapes[case.model], case.engine, case.rank)
@@ -372,7 +402,7 @@ DRAFTS = Case("deepseek-v3", layout(8, 8, 8, draft=1), 4)
     [
         (MOE, {"dp": 1}),
         (MOE, {"ep": 4}),
-        (MOE, {"fp8": True}),
+        (MOE, {"precision": FP8_TILES}),
         (MOE, HEAD),
         (LATENT, DENSE),
         (LATENT, SHARED),
@@ -399,7 +429,7 @@ def test_norms_that_sglang_does_not_split_are_refused_where_the_map_splits_them(
 
 @pytest.mark.parametrize("model", CUT_TILES)
 def test_a_cut_tile_is_refused_by_us_before_sglang_refuses_it(models: Models, model: str) -> None:
-    engine = replace(CUT_TILES[model][0], fp8=True)
+    engine = replace(CUT_TILES[model][0], precision=FP8_TILES)
     assert engine.errors(models.shapes[model], engine.tp)
     assert "is not divisible by weight quantization block" in models.cut[model].error
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.model.precision import FP8_TILES
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
@@ -120,7 +121,7 @@ def test_vocabulary_padding(vocab: int, ranks: int, rows: int) -> None:
 
 
 def test_fp8_weights_have_their_scales_in_tiles() -> None:
-    engine = EngineLayout(1, 8, 8, dp=2, fp8=True)
+    engine = EngineLayout(1, 8, 8, dp=2, precision=FP8_TILES)
     assert engine.errors(V3, 8) == []
     shards = {shard.name: shard for shard in sglang_map.shards(V3, engine, 5)}
     up, scale = (
@@ -162,8 +163,12 @@ def test_drafts_need_a_gpu() -> None:
 
 
 CUT_TILES = [
-    (EngineLayout(1, 32, 1, fp8=True), "a dense layer", "set rollout.engine.tp to 16"),
-    (EngineLayout(1, 32, 32, fp8=True), "the shared experts", "set rollout.engine.tp to 16"),
+    (EngineLayout(1, 32, 1, precision=FP8_TILES), "a dense layer", "set rollout.engine.tp to 16"),
+    (
+        EngineLayout(1, 32, 32, precision=FP8_TILES),
+        "the shared experts",
+        "set rollout.engine.tp to 16",
+    ),
 ]
 
 

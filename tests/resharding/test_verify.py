@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.model.precision import FP8_TILES
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.execute import Params
@@ -18,7 +19,13 @@ from tests.resharding.worlds import FP8_MOE, MOE, Opened, Pair, Pool, Slot
 pytestmark = pytest.mark.slow
 
 PAIR = Pair(MOE, TrainLayout(4, 2, 2, 2), EngineLayout(2, 2, 2), gpus_per_node=2)
-FP8 = Pair(FP8_MOE, TrainLayout(4, 1, 2, 2), EngineLayout(2, 2, 1, fp8=True), "bfloat16", 1 << 20)
+FP8 = Pair(
+    FP8_MOE,
+    TrainLayout(4, 1, 2, 2),
+    EngineLayout(2, 2, 1, precision=FP8_TILES),
+    "bfloat16",
+    1 << 20,
+)
 W13, DOWN = "model.layers.1.mlp.experts.w13_weight", "model.layers.3.mlp.experts.w2_weight"
 
 

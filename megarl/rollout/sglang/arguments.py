@@ -14,7 +14,8 @@ from typing import Any
 from megarl.config import EngineConfig
 from megarl.cpu import sglang_patches
 from megarl.device import DEVICE, Address
-from megarl.model.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
+from megarl.model.precision import fp8_config
+from megarl.model.quantisation import KEY, QUANTISATION_KEYS
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang import adapter_slot, deterministic
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
@@ -144,6 +145,7 @@ class EngineSettings:
     the communicator of the exchange. model_context: the model's number of positions; None: unknown, so that SGLang
     sizes its tables by the longest context that it finds. adapter: the slot of the adapter that every request uses.
     number: of the engine in its run, which samples carry. config_values: values in place of those of config.json.
+    plain_modules: of an fp8 engine, those that the recipe keeps plain.
     """
 
     model_path: str
@@ -165,6 +167,7 @@ class EngineSettings:
     adapter: AdapterSlot | None = None
     number: int = UNKNOWN_ENGINE
     config_values: JsonObject = field(default_factory=dict)
+    plain_modules: tuple[str, ...] = ()
 
     @property
     def first_rank(self) -> int:
@@ -239,7 +242,7 @@ def _config_values(settings: EngineSettings) -> JsonObject:
     if settings.layout.fp8 or (settings.quantised and not settings.load_weights):
         values |= dict.fromkeys(QUANTISATION_KEYS)
     if settings.layout.fp8:
-        values[KEY] = FP8_CONFIG
+        values[KEY] = fp8_config(settings.plain_modules)
     return values
 
 

@@ -62,7 +62,9 @@ def _plant(model: torch.nn.Module, name: str, rank: int, factor: float) -> None:
 
 def verify(model: torch.nn.Module, shape: dict, engine: dict) -> None:
     model_shape = TypeAdapter(ModelShape).validate_python(shape)
-    shards = sglang_map.shards(model_shape, EngineLayout(**engine), dist.get_rank())
+    shards = sglang_map.shards(
+        model_shape, TypeAdapter(EngineLayout).validate_python(engine), dist.get_rank()
+    )
     verify_params(shards, engine_model.params(model))
     if error := engine_model.unknown_layout(model):
         raise error

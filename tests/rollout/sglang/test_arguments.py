@@ -14,6 +14,7 @@ import pytest
 
 from megarl.config import EngineConfig
 from megarl.device import DEVICE
+from megarl.model.precision import FP8_TILES
 from megarl.model.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
@@ -135,7 +136,10 @@ def test_a_backend_of_graphs_of_prompts_wins_over_the_switch() -> None:
     ("layout", "values"),
     [
         ({"dp": 2}, (2, True, False, None, "none", "triton")),
-        ({"fp8": True}, (1, False, False, None, "none", None)),  # SGLang chooses for fp8 tiles
+        (
+            {"precision": FP8_TILES},
+            (1, False, False, None, "none", None),
+        ),  # SGLang chooses for fp8 tiles
         (
             {"dp": 2, "whole_dense": True, "group_head": True, "deepep": True},
             (2, True, True, 1, "deepep", "deep_gemm"),
@@ -333,12 +337,12 @@ FP8 = {key: FP8_CONFIG if key == KEY else None for key in QUANTISATION_KEYS}
 @pytest.mark.parametrize(
     ("changes", "override"),
     [
-        ({"layout": {"fp8": True}}, FP8),
+        ({"layout": {"precision": FP8_TILES}}, FP8),
         ({"quantised": True}, None),  # it reads the folder itself
         ({"quantised": True, "load_weights": False}, dict.fromkeys(QUANTISATION_KEYS)),
-        ({"quantised": True, "load_weights": False, "layout": {"fp8": True}}, FP8),
+        ({"quantised": True, "load_weights": False, "layout": {"precision": FP8_TILES}}, FP8),
         # beside values that the recipe replaces
-        ({"layout": {"fp8": True}, "config_values": {"a": 1}}, {"a": 1, **FP8}),
+        ({"layout": {"precision": FP8_TILES}, "config_values": {"a": 1}}, {"a": 1, **FP8}),
         ({"config_values": {"a": 1}}, {"a": 1}),
     ],
 )

@@ -17,6 +17,7 @@ from megarl.checkpoints.quantised import fp8_checkpoint
 from megarl.config.models import LoraConfig
 from megarl.device import Address, address_of, host_store
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.precision import FP8_TILES
 from megarl.model.quantisation import Quantisation
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
@@ -39,7 +40,7 @@ def test_fp8_checkpoint_are_read_as_they_are(
 ) -> None:
     """By the second rank of an engine of TP2 EP2: every bit is what `load_hf` reads, and no store is joined."""
     files, _ = publish(weights(SHAPE), "fp8")
-    engine, rank = EngineLayout(1, 2, 2, fp8=True), 1
+    engine, rank = EngineLayout(1, 2, 2, precision=FP8_TILES), 1
     folder = str(write(tmp_path, files))
     common = Session(
         meet=Address("127.0.0.1", 1), run_id="files", shape=SHAPE, train=TrainLayout(2, 2, 1, 1), engine=engine,
@@ -143,6 +144,6 @@ def test_engines_read_what_is_published_as_they_have_it(
 
 def test_what_convert_writes_in_fp8_is_read_as_it_is() -> None:
     """It names the matrices that stay in 16 bits: routers, the output layer and MTP's eh_proj."""
-    excluded = tuple(hf_export._plain_modules(WHOLE_TILES))
+    excluded = tuple(hf_export._plain_modules(WHOLE_TILES, FP8_TILES))
     assert {"lm_head", "model.layers.1.mlp.gate"} < {*excluded}
     assert checkpoint_read("adapters", True, Quantisation("fp8", excluded=excluded)) == "published"

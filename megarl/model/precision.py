@@ -1,0 +1,143 @@
+"""The precision contract: the format of each tensor of a model in the engines, and in exported checkpoints.
+
+It is made once, of the recipe (placement/roles.py), and read by the weight maps of both sides, the engines' arguments,
+the export, the plan and the preflight. Training ranks hold every weight in `model.dtype`; the sender of a reshard
+brings it into the format of its entry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from megarl.model.families import layer_of, layer_prefix
+from megarl.model.families.layouts import ParamPart
+from megarl.model.quantisation import FP8_CONFIG, FP8_TILE
+from megarl.model.shape import ModelShape
+from megarl.model.tensors import is_projection, tensors
+
+Format = Literal["plain", "fp8"]
+# what a recipe may keep plain beside whole layers
+Kind = Literal["kv_b_proj", "shared_experts"]
+
+NO_LINEAR_LAYER = "no weight of a linear layer that SGLang quantises"
+LAST_LAYER = "in the last layers"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_KV_B_PROJ = ".kv_b_proj.weight"
+
+
+class TensorFormat(NamedTuple):
+    """What holds for one tensor. rule: how it is quantised, or why it stays in `model.dtype`."""
+
+    format: Format
+    rule: str
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which weights have which format.
+
+    weights: of the linear layers of attention, MLPs and experts, but for those that stay plain: those of the last
+    `plain_last_layers` layers of the decoder, and of the kinds in `plain`: `kv_b_proj` of latent attention, the shared
+    experts. All other tensors are plain in any case: norms, biases, router, embedding and output layer.
+    """
+
+    weights: Format = "plain"
+    plain_last_layers: int = 0
+    plain: tuple[Kind, ...] = ()
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.weights != "plain"
+
+    def quantises(self, kind: Kind) -> bool:
+        """Whether the weights of this kind are quantised in the layers that do not stay plain."""
+        return self.is_quantised and kind not in self.plain
+
+    def entry(self, shape: ModelShape, name: str) -> TensorFormat:
+        """Of a tensor of `tensors`, or of one item of a stack. Only the layers and the family of the shape are read."""
+        if not self.is_quantised:
+            return TensorFormat("plain", "the weights of engines are plain")
+        if not is_projection(name):
+            return TensorFormat("plain", NO_LINEAR_LAYER)
+        layer = _LAYER.match(name)
+        number = int(layer[1]) if layer else -1
+        if shape.num_layers - self.plain_last_layers <= number < shape.num_layers:
+            return TensorFormat("plain", LAST_LAYER)
+        kind = kind_of(shape, name)
+        if kind in self.plain:
+            return TensorFormat("plain", f"{kind} stays plain")
+        return TensorFormat(
+            "fp8", f"tiles of {FP8_TILE} x {FP8_TILE}, scale: the largest magnitude / 448"
+        )
+
+    def is_plain(self, shape: ModelShape, name: str) -> bool:
+        """Whether a tensor stays as it is trained."""
+        return self.entry(shape, name).format == "plain"
+
+    def entries(self, shape: ModelShape) -> dict[str, TensorFormat]:
+        """The entry of every tensor of the model."""
+        return {name: self.entry(shape, name) for name in tensors(shape)}
+
+    @property
+    def of_other_layers(self) -> Precision:
+        """The contract of a layer which is not among the last ones."""
+        return replace(self, plain_last_layers=0)
+
+
+PLAIN = Precision()
+FP8_TILES = Precision("fp8")
+
+
+def kind_of(shape: ModelShape, name: str) -> Kind | None:
+    """The kind of a projection that a recipe may name; None: another one."""
+    if name.endswith(_KV_B_PROJ):
+        return "kv_b_proj"
+    if any(f".{module}." in name for module in shared_modules(shape)):
+        return "shared_experts"
+    return None
+
+
+@cache
+def shared_modules(shape: ModelShape) -> frozenset[str]:
+    """The modules of shared experts inside a layer, in the checkpoint; they are declared in the family's blocks."""
+    names = (piece.name for entry in _shared_parts(shape) for piece in entry.layout.pieces)
+    return frozenset(map(_module, names))
+
+
+def _shared_parts(shape: ModelShape) -> list[ParamPart]:
+    """Those of shared experts in the last layer, which has experts where any layer has."""
+    last = max(0, shape.num_layers + shape.num_mtp_layers - 1)
+    return [entry for entry in layer_of(shape, last).mlp.sglang if entry.over == "shared"]
+
+
+def plain_modules(shape: ModelShape, precision: Precision) -> tuple[str, ...]:
+    """The modules that SGLang leaves plain besides those that it never quantises, as `quantization_config` names them.
+
+    A name stands for the module at that path and for all modules inside it, wherever in a module's name the path begins
+    (layers/quantization/utils.py, `is_layer_skipped`).
+    """
+    if not precision.is_quantised:
+        return ()
+    last = range(shape.num_layers - precision.plain_last_layers, shape.num_layers)
+    modules = [layer_prefix(shape, layer).removesuffix(".") for layer in last]
+    if "kv_b_proj" in precision.plain:
+        modules.append("self_attn.kv_b_proj")
+    if "shared_experts" in precision.plain:
+        modules += sorted({_module(entry.param) for entry in _shared_parts(shape)})
+    return tuple(modules)
+
+
+def fp8_config(plain: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of a config.json with fp8 tiles. plain: the modules that have none."""
+    if plain:
+        return {**FP8_CONFIG, "modules_to_not_convert": [*plain]}
+    return {**FP8_CONFIG}
+
+
+def _module(weight: str) -> str:
+    """The module around a linear layer, given its weight."""
+    return weight.removesuffix(".weight").rpartition(".")[0]
