@@ -183,7 +183,7 @@ def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
     is_frozen = recipe.lora is not None and recipe.lora.sync == "adapters"
     if (
         not is_frozen
-        or not recipe.rollout.engine.fp8
+        or recipe.rollout.engine.weights != "fp8"
         or model.facts is None
         or model.facts.quantisation is None
     ):

@@ -161,8 +161,9 @@ class EngineConfig(Branch):
     dp: ParallelSize = 1
     """SGLang's DP attention: groups of `tp / dp` slots that each hold the whole attention and sample sequences of
     their own."""
-    fp8: bool = False
-    """Weights of the engines in float8 tiles of 128 x 128, quantised before they are sent."""
+    weights: Literal["plain", "fp8"] = "plain"
+    """The engines' weights: plain as they are trained, or in float8 tiles of 128 x 128, quantised before they are sent;
+    `precision` says which stay plain."""
     dense: Literal["whole", "cut"] | None = None
     """Dense layers: whole on each slot, or cut over all of them; null: whole where `rollout.engine.dp` is above 1, else
     cut."""
@@ -195,6 +196,18 @@ class EngineConfig(Branch):
     def most(self) -> int:
         """The engines that have GPUs in `placement`."""
         return self.max_count or self.count
+
+
+class PrecisionConfig(Branch):
+    """Which weights stay as they are trained where `rollout.engine.weights` is fp8, in engines and in `convert --fp8`.
+
+    Norms, biases, router, embedding and output layer stay so in any case.
+    """
+
+    plain_last_layers: Whole = 0
+    """The last layers of the decoder that stay plain; a layer of multi-token prediction is none of them."""
+    plain: Annotated[tuple[Literal["kv_b_proj", "shared_experts"], ...], Field(strict=False)] = ()
+    """Kinds of weights that stay plain in all layers: kv_b_proj of latent attention, the shared experts."""
 
 
 class RolloutConfig(Branch):
@@ -359,6 +372,7 @@ class Recipe(Branch):
     reward_model: RewardModelConfig = RewardModelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reshard: ReshardConfig = ReshardConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     placement: PlacementConfig
 
     @property

@@ -27,6 +27,7 @@ RENAMED = {  # keys of earlier versions, which are refused with the new name
     "algorithm.mismatch_low": "algorithm.rollout_correction_low",
     "algorithm.mismatch_high": "algorithm.rollout_correction_high",
     "algorithm.process_scale": "algorithm.prime_beta",
+    "rollout.engine.fp8": "rollout.engine.weights (plain or fp8)",
 }
 
 _HINTS = {  # pydantic's error types whose own words are for programmers
@@ -88,12 +89,16 @@ def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] =
 
 
 def _drop_unset_old_keys(tree: dict[str, Any]) -> None:
-    """Take out keys of earlier versions that are null: the recipe.yaml of a run has every key."""
+    """Take out keys of earlier versions that are null or false: the recipe.yaml of a run has every key."""
     for path in RENAMED:
-        name, _, key = path.partition(".")
-        branch = tree.get(name)
-        if isinstance(branch, dict) and branch.get(key, "") is None:
-            del branch[key]
+        *branches, key = path.split(".")
+        branch: Any = tree
+        for name in branches:
+            branch = branch.get(name) if isinstance(branch, dict) else None
+        if isinstance(branch, dict) and key in branch:
+            value = branch[key]
+            if value is None or value is False:
+                del branch[key]
 
 
 def _apply(override: str, kind: type[Branch], tree: dict[str, Any], document: Parsed) -> None:

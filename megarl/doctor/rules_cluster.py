@@ -228,12 +228,12 @@ def _card(node: NodeFacts, hardware: Hardware | None) -> Problems:
 
 
 def _fp8(recipe: Recipe, node: NodeFacts) -> Problems:
-    for gpu in node.gpus if recipe.rollout.engine.fp8 else ():
+    for gpu in node.gpus if recipe.rollout.engine.weights == "fp8" else ():
         major, _, minor = gpu.compute_capability.partition(".")
         if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < _FP8_CAPABILITY:
             yield (
                 "error",
-                "rollout.engine.fp8",
+                "rollout.engine.weights",
                 f"GPU {gpu.index} ({gpu.name}) has no float8 (compute capability {gpu.compute_capability})",
-                "set it to false, or book newer GPUs",
+                "set it to plain, or book newer GPUs",
             )

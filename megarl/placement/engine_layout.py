@@ -127,8 +127,30 @@ class EngineLayout:
             return
         if shape.delta and self.fp8:
             problem = "SGLang's linear attention has projections that 128 x 128 tiles do not fit"
-            yield UserError("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false")
+            yield UserError(
+                "rollout.engine.weights", problem, "set rollout.engine.weights to plain"
+            )
+        if self.fp8:
+            yield from self._precision_errors(shape)
         yield from self._model_errors(shape)
+
+    @listed
+    def _precision_errors(self, shape: ModelShape) -> ErrorIterator:
+        """Weights that are to stay plain, which the model does not have or SGLang does not keep apart."""
+        last = self.precision.plain_last_layers
+        where = "precision.plain_last_layers"
+        if last >= shape.num_layers:
+            problem = f"{last} are all of the model's {shape.num_layers} layers"
+            yield UserError(where, problem, f"set it to {shape.num_layers - 1} or less")
+        if last and self.deepep:
+            problem = (
+                f"{last}, but SGLang's DeepEP sends tokens to the experts of all layers in fp8"
+            )
+            yield UserError(where, problem, "set it to 0, or rollout.engine.experts to gather")
+        has_kind = {"kv_b_proj": bool(shape.mla), "shared_experts": bool(shape.num_shared_experts)}
+        for kind in self.precision.plain:
+            if not has_kind[kind]:
+                yield UserError("precision.plain", f"the model has no {kind}", f"remove {kind}")
 
     @listed
     def _dp_errors(self) -> ErrorIterator:
@@ -192,7 +214,7 @@ class EngineLayout:
         if not same_axes:
             hint += ", and rollout.engine.ep and dp to divisors of it"
         if self.fp8:
-            hint += ", or rollout.engine.fp8 to false"
+            hint += ", or rollout.engine.weights to plain"
         return [UserError("rollout.engine.tp", problem, hint) for problem in problems]
 
     def _cut_problems(self, shape: ModelShape) -> list[str]:
@@ -271,7 +293,9 @@ class EngineLayout:
             kv_heads = shape.num_kv_heads
         if self.fp8:
             problem = "SGLang's kernels for fp8 weights need a GPU"
-            yield UserError("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false")
+            yield UserError(
+                "rollout.engine.weights", problem, "set rollout.engine.weights to plain"
+            )
         if self.deepep:
             yield UserError("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather")
         if self.draft:

@@ -114,12 +114,12 @@ def is_reporting_rank(layout: TrainLayout, rank: int) -> bool:
 
 def engine_precision(recipe: Recipe) -> Precision:
     """The formats of the engines' weights: the contract that both sides of a reshard read."""
-    return precision_of(recipe, "fp8" if recipe.rollout.engine.fp8 else "plain")
+    return precision_of(recipe, recipe.rollout.engine.weights)
 
 
 def precision_of(recipe: Recipe, weights: Format) -> Precision:
     """The same with other formats of the weights that do not stay plain, as an exported checkpoint may have them."""
-    return Precision(weights)
+    return Precision(weights, recipe.precision.plain_last_layers, recipe.precision.plain)
 
 
 def engine_layout(recipe: Recipe) -> EngineLayout:

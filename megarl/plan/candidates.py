@@ -46,7 +46,7 @@ def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
     node = recipe.placement.gpus_per_node
     total = engine.count * engine.tp
     shape = resolve(recipe).policy.shape
-    if hardware.fp8_flops or engine.fp8:
+    if hardware.fp8_flops or engine.weights == "fp8":
         types = (False, True)
     else:
         types = (False,)
@@ -64,7 +64,7 @@ def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
                     "count": total // tp,
                     "tp": tp,
                     "dp": dp,
-                    "fp8": fp8,
+                    "weights": "fp8" if fp8 else "plain",
                     "experts": experts,
                     "draft": draft,
                 }
@@ -178,7 +178,7 @@ def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -
     ep_sizes = [ep for ep in divisors(tp) if (shape.num_experts or 1) % ep == 0]
     for ep in [tp] if sizes["experts"] == "deepep" else reversed(ep_sizes):
         overlay: Overlay = {"rollout": {"engine": {**sizes, "ep": ep}}}
-        if sizes["fp8"] and not recipe.algorithm.corrects_engine:
+        if sizes["weights"] == "fp8" and not recipe.algorithm.corrects_engine:
             overlay["algorithm"] = {"rollout_correction": "tis"}
         if are_valid(resolve(overlaid(recipe, overlay))):
             yield overlay

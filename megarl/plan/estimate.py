@@ -45,7 +45,7 @@ def needs_of(recipe: Recipe) -> Needs:
     """
     engine = recipe.rollout.engine
     needs: dict[Need, bool] = {
-        "fp8": engine.fp8,
+        "fp8": engine.weights == "fp8",
         "fp8_cache": str(engine.sglang.get("kv_cache_dtype")).startswith("fp8"),
         "deepep": engine.experts == "deepep" or is_flex(recipe.train),
         "draft": engine.draft > 0,

@@ -306,8 +306,8 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
     if phase == "reshard":
         for share in (2, 4, 8):
             yield {"reshard.round_bytes": recipe.reshard.round_bytes // share}
-    if not engine.fp8:
-        in_fp8: _Values = {"rollout.engine.fp8": True}
+    if engine.weights == "plain":
+        in_fp8: _Values = {"rollout.engine.weights": "fp8"}
         # for samples of other probabilities than the trainer's
         if not recipe.algorithm.corrects_engine:
             in_fp8["algorithm.rollout_correction"] = "tis"
@@ -382,8 +382,9 @@ def cache_advice(
         return []
     knobs = []
     in_fp8 = replace(engine_layout(recipe), precision=FP8_TILES)
-    if not (engine.fp8 or recipe.lora or in_fp8.errors(shape, recipe.placement.gpus)):
-        knobs = ["rollout.engine.fp8 true halves the weights beside it"]
+    is_plain = engine.weights == "plain"
+    if is_plain and not (recipe.lora or in_fp8.errors(shape, recipe.placement.gpus)):
+        knobs = ["rollout.engine.weights fp8 halves the weights beside it"]
     groups = _best_groups(recipe, shape, memory, try_engines)
     if groups:
         dp, step_s = groups

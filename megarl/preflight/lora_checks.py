@@ -177,6 +177,7 @@ def _refused(otherwise: str, *options: tuple[str, Any, str, str]) -> ErrorIterat
 
 def _combination_errors(recipe: Recipe, size: LoraSize) -> ErrorIterator:
     train = recipe.train
+    is_fp8 = recipe.rollout.engine.weights == "fp8"
     yield from _refused(
         "leave lora out",
         (
@@ -198,10 +199,10 @@ def _combination_errors(recipe: Recipe, size: LoraSize) -> ErrorIterator:
             "set it to false",
         ),
         (
-            "rollout.engine.fp8",
-            recipe.rollout.engine.fp8 and not size.in_slots,
+            "rollout.engine.weights",
+            is_fp8 and not size.in_slots and "fp8",
             "its tiles would round most of an adapter's update away",
-            "set it to false, or lora.sync to adapters and lora.targets to layers of the attention",
+            "set it to plain, or lora.sync to adapters and lora.targets to layers of the attention",
         ),
         *(
             (f"train.megatron.{key}", train.megatron.get(key), "not tried with lora", "remove it")
@@ -268,10 +269,10 @@ def _expert_slot_errors(engine: EngineConfig) -> ErrorIterator:
             "remove it",
         ),
         (
-            "rollout.engine.fp8",
-            engine.fp8,
+            "rollout.engine.weights",
+            engine.weights == "fp8" and "fp8",
             "SGLang would compute experts with the fp8 weights of its start",
-            "set it to false",
+            "set it to plain",
         ),
         (
             "rollout.engine.sglang.moe_runner_backend",

@@ -23,8 +23,8 @@ def weight_maps(
         sources = megatron_map.parts(shape, layout, transformer_engine)
         return fp8.with_scales(sources, targets), targets
     except LayoutError as error:
-        hint = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
-        raise UserError("rollout.engine.fp8", str(error), hint) from None
+        hint = "choose sizes of train that do not, or set rollout.engine.weights to plain"
+        raise UserError("rollout.engine.weights", str(error), hint) from None
 
 
 def factor_maps(

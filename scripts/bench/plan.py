@@ -12,6 +12,7 @@ import multiprocessing
 import resource
 import time
 
+from megarl.model.precision import FP8_TILES
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
@@ -29,7 +30,7 @@ TRAIN = TrainLayout(512, tp=4, pp=16, ep=16, stage_layers=(4,) * 13 + (3,) * 3)
 ENGINES = {
     "tp32": EngineLayout(16, 32, 1),
     "tp32 ep32": EngineLayout(16, 32, 32),
-    "tp16 ep16 fp8": EngineLayout(32, 16, 16, fp8=True),
+    "tp16 ep16 fp8": EngineLayout(32, 16, 16, precision=FP8_TILES),
     "tp128 ep128 dp16": EngineLayout(4, 128, 128, dp=16),
 }
 GPUS, GPUS_PER_NODE, DTYPE, ROUND_BYTES, MEMBER = 512, 8, "bfloat16", 512 << 20, 77

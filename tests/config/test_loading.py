@@ -401,10 +401,14 @@ def test_several_broken_overlays_are_told_at_once_beside_the_recipes_own_errors(
     assert len(lines) == 4
 
 
-def test_a_renamed_key_is_refused_unless_it_is_null_as_in_the_recipe_of_an_earlier_run() -> None:
+def test_a_renamed_key_is_refused_unless_it_is_off_as_in_the_recipe_of_an_earlier_run() -> None:
     recipe = load_recipe(QUICKSTART)
     assert load_recipe(QUICKSTART, ["algorithm.process_scale=null"]) == recipe
     with pytest.raises(
         UserErrors, match=r"algorithm\.process_scale; it is called algorithm\.prime_beta"
     ):
         load_recipe(QUICKSTART, ["algorithm.process_scale=0.1"])
+    assert load_recipe(QUICKSTART, ["rollout.engine.fp8=false"]) == recipe
+    named = r"rollout\.engine\.fp8; it is called rollout\.engine\.weights \(plain or fp8\) now"
+    with pytest.raises(UserErrors, match=named):
+        load_recipe(QUICKSTART, ["rollout.engine.fp8=true"])

@@ -87,7 +87,7 @@ def test_another_card_than_the_plans_is_a_warning(changed: dict[str, Any], words
 
 def test_float8_engines_want_gpus_that_have_it() -> None:
     old = sound(gpus=(replace(sound().gpus[0], name="NVIDIA A100", compute_capability="8.0"),))
-    in_float8 = recipe("placement.gpus=1", "rollout.engine.fp8=true")
+    in_float8 = recipe("placement.gpus=1", "rollout.engine.weights=fp8")
     (finding,) = judged(in_float8, old)
-    assert (finding.severity, finding.where) == ("error", "rollout.engine.fp8")
+    assert (finding.severity, finding.where) == ("error", "rollout.engine.weights")
     assert judged(in_float8, sound()) == []

@@ -115,7 +115,7 @@ def test_a_run_with_fp8_weights(launch: Callable, tmp_path: Path) -> None:
     rollout/sglang/weight_loader.py load: fp8 parameters that SGLang binds anew after a session; mapping a restarted
     trainer's handles. To check first: memory before and after ten exchanges.
     """
-    check(steps_of(launch, tmp_path, "rollout.engine.fp8=true", **TILES), 0.2)
+    check(steps_of(launch, tmp_path, "rollout.engine.weights=fp8", **TILES), 0.2)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="fp8 caches run on a GPU")
@@ -126,7 +126,7 @@ def test_a_run_with_fp8_weights_and_cache(launch: Callable, tmp_path: Path) -> N
     first: the logprob gap of Qwen3-30B with and without it, and the tokens a second: by plan 1.8 times as many.
     """
     cache = "rollout.engine.sglang={kv_cache_dtype: fp8_e4m3}"
-    check(steps_of(launch, tmp_path, "rollout.engine.fp8=true", cache, **TILES), 0.2)
+    check(steps_of(launch, tmp_path, "rollout.engine.weights=fp8", cache, **TILES), 0.2)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="fp8 caches of latent attention run on a GPU")
@@ -188,7 +188,7 @@ SLOT_KEYS = {  # family, keys of the recipe, and what changes of the tiny model
     "all layers": ("qwen3-moe", ["lora.experts=4"], {}),
     "all layers of latent attention": ("deepseek-v3", ["lora.experts=8"], LATENT),
     "attention over fp8 weights": (
-        "qwen3-moe", ["lora.targets=[q_proj, k_proj, v_proj, o_proj]", "rollout.engine.fp8=true"], TILES
+        "qwen3-moe", ["lora.targets=[q_proj, k_proj, v_proj, o_proj]", "rollout.engine.weights=fp8"], TILES
     ),
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ def test_tiles_equal_the_cpus(
 ) -> None:
     """Unverified on a GPU.
 
-    resharding/fp8.py, rollout.engine.fp8: tiles quantised strip by strip while packing; SGLang's fp8 parameters as
+    resharding/fp8.py, rollout.engine.weights: tiles quantised strip by strip while packing; SGLang's fp8 parameters as
     `sglang_map` names them. To check first: bytes equal to the CPU's; the number of small kernels a round; on
     Blackwell SGLang may round scales to powers of two after loading, which the next reshard must survive.
     """

@@ -57,5 +57,5 @@ def test_layouts_that_do_not_divide_the_key_heads() -> None:
     assert error.where == "train.cp" and "2 key heads" in error.problem
     assert EngineLayout(1, 8, 1).errors(shape, 8) == []
     assert [each.where for each in EngineLayout(1, 4, 1, precision=FP8_TILES).errors(shape, 4)] == [
-        "rollout.engine.fp8"
+        "rollout.engine.weights"
     ]

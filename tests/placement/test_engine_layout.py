@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.model.precision import FP8_TILES
+from megarl.model.precision import FP8_TILES, Precision
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 
@@ -151,6 +151,26 @@ def test_dp_attention_cuts_the_attention_over_its_groups_alone() -> None:
     assert EngineLayout(1, 16, 8, dp=2).errors(MOE, 16) == []
 
 
+def test_plain_weights_are_those_that_the_model_has_and_sglang_keeps_apart() -> None:
+    alone = EngineLayout(1, 1, 1)
+    deepep = EngineLayout(1, 2, 2, dp=2, whole_dense=True, whole_shared=True, deepep=True)
+
+    def wheres(shape: ModelShape, precision: Precision, engine: EngineLayout = alone) -> list[str]:
+        errors = replace(engine, precision=precision).errors(shape, 8)
+        return [error.where for error in errors]
+
+    kinds = Precision("fp8", plain=("kv_b_proj", "shared_experts"))
+    last = Precision("fp8", plain_last_layers=1)
+    wide = replace(DEEPSEEK, ffn_size=128)
+    assert wheres(wide, kinds) == wheres(wide, last) == []
+    assert wheres(MOE, kinds).count("precision.plain") == 2
+    assert "precision.plain_last_layers" in wheres(
+        wide, replace(last, plain_last_layers=wide.num_layers)
+    )
+    assert wheres(wide, last, deepep) == ["precision.plain_last_layers"]
+    assert wheres(wide, kinds, deepep) == wheres(MOE, replace(kinds, weights="plain")) == []
+
+
 def test_fp8_asks_that_no_rank_cuts_a_tile() -> None:
     assert (
         EngineLayout(1, 1, 1, precision=FP8_TILES).errors(replace(DEEPSEEK, ffn_size=128), 8) == []
@@ -164,7 +184,7 @@ def test_fp8_asks_that_no_rank_cuts_a_tile() -> None:
             replace(replace(DEEPSEEK, ffn_size=128), **change), 8
         )
         assert any(what in error.problem for error in errors), what
-        assert all("or rollout.engine.fp8 to false" in error.hint for error in errors)
+        assert all("or rollout.engine.weights to plain" in error.hint for error in errors)
 
 
 def test_what_only_a_gpu_refuses() -> None:
@@ -177,7 +197,7 @@ def test_what_only_a_cpu_refuses() -> None:
     assert EngineLayout(1, 2, 1).cpu_errors(MOE) == []
     assert EngineLayout(1, 1, 1).cpu_errors(DEEPSEEK) == []
     assert [f.where for f in EngineLayout(1, 1, 1, precision=FP8_TILES).cpu_errors(MOE)] == [
-        "rollout.engine.fp8"
+        "rollout.engine.weights"
     ]
     assert ["key/value heads" in f.problem for f in EngineLayout(1, 8, 8).cpu_errors(MOE)] == [
         True,

@@ -110,8 +110,8 @@ def test_engines_with_attention_groups_hold_dense_layers_whole(folder: Path) -> 
 
     assert flags() == [False] * 4
     assert flags(dp=2) == [True, False, True, False]
-    assert flags(dp=2, fp8=True) == [True, True, True, False]
-    assert flags(dp=2, dense="cut", head="engine", fp8=True) == [False] * 4
+    assert flags(dp=2, weights="fp8") == [True, True, True, False]
+    assert flags(dp=2, dense="cut", head="engine", weights="fp8") == [False] * 4
     assert flags(dp=2, experts="deepep") == [True] * 4
     assert flags(dense="whole", head="group") == [True, False, True, False], (
         "which is refused: test_engine_layout.py"

@@ -12,7 +12,7 @@ from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.config.loading import load_recipe, overlaid
 from megarl.model.hf_config import model_shape
-from megarl.model.precision import FP8_TILES
+from megarl.model.precision import FP8_TILES, Precision
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, resolve, train_layout
@@ -37,6 +37,8 @@ from megarl.plan.optimizer_advice import optimizer_advice
 from megarl.plan.optimizer_memory import smaller_states, state_bytes
 from megarl.plan.phase_memory import CONTEXT_BYTES, PINNED_SHARE, communicators
 from megarl.plan.rollout_time import NO_ROLLOUT
+from megarl.resharding import sglang_map
+from megarl.resharding.routes import item_bytes
 from tests.plan import plans
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -289,6 +291,24 @@ def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
     assert sum(fp8) == pytest.approx(sum(bf16) / 2, rel=0.03)
 
 
+def test_plain_weights_of_fp8_engines_count_as_such() -> None:
+    """Every rectangle of a small model, against the sum of one layer of each kind."""
+    shape = replace(plans.V3, num_layers=6, num_dense_layers=2, num_mtp_layers=1)
+    for num_last in (0, 3, 5):
+        precision = Precision("fp8", num_last, ("kv_b_proj", "shared_experts"))
+        engine = EngineLayout(1, 16, 16, dp=8, precision=precision, draft=1)
+        expected = [0] * engine.tp
+        for part in sglang_map.parts(shape, engine):
+            for rank in part.members:
+                expected[rank] += sum(
+                    shard.area * item_bytes(shard.dtype or "bfloat16") for shard in part.shards
+                )
+        assert shape.mla
+        of_heads = shape.num_heads // 2 * (shape.mla.nope_dim + shape.mla.v_dim)
+        derived = 7 * of_heads * shape.mla.kv_lora_rank * 2
+        assert weight_bytes(shape, engine, "bfloat16") == [each + derived for each in expected]
+
+
 def test_logits_of_drafts_are_verified_by_each_group() -> None:
     """Of 1,024 sequences on 16 groups: 64 a group, each with the logits of its token and of two drafts."""
     chosen = Settings(0.8, 8192, 64, None, 2)
@@ -536,4 +556,4 @@ def test_fp8_engines_are_advised_where_they_cut_no_tile(
     )
     full: Any = SimpleNamespace(peak_bytes=2, capacity_bytes=1), None
     (line,) = cache_advice(recipe, shape, memory, lambda _: full)
-    assert ("rollout.engine.fp8" in line) == is_advised
+    assert ("rollout.engine.weights" in line) == is_advised

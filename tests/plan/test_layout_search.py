@@ -279,7 +279,7 @@ def test_candidates_are_valid_and_keep_their_gpus(tmp_path: Path) -> None:
         assert roles.engines.count * roles.engines.tp == 8
         assert roles.engines.ep == roles.engines.tp or not roles.engines.deepep
     cached = [overlay["rollout"] for overlay in engines if "sglang" in overlay["rollout"]["engine"]]
-    assert cached and all(rollout["engine"]["fp8"] for rollout in cached)
+    assert cached and all(rollout["engine"]["weights"] == "fp8" for rollout in cached)
     fractions = with_fraction(small_recipe, {"rollout": cached[0]})
     assert all(
         FP8_CACHE.items() <= over["rollout"]["engine"]["sglang"].items() for over in fractions
@@ -291,7 +291,7 @@ def test_candidates_are_valid_and_keep_their_gpus(tmp_path: Path) -> None:
     assert not [
         overlay
         for overlay in engine_overlays(small_recipe, without)
-        if overlay["rollout"]["engine"]["fp8"]
+        if overlay["rollout"]["engine"]["weights"] == "fp8"
     ]
 
 

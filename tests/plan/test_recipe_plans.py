@@ -45,19 +45,27 @@ SMALLEST = "dapo_qwen2_5_32b"  # whose engines are searched by day
 _TOO_FEW_30B = (
     {"tp": 1, "ep": 1, "dp": 1, "sglang.mem_fraction_static": 0.8},
     ["rollout"],
-    "rollout.engine.fp8",
+    "rollout.engine.weights",
 )
 TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
     "retool_qwen3_30b": _TOO_FEW_30B,
     "search_r1_qwen3_30b": _TOO_FEW_30B,
     "qwen3_30b": _TOO_FEW_30B,
     "qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
-    "vapo_qwen3_235b": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.fp8"),
-    "deepseek671b": ({"tp": 16, "ep": 16, "dp": 8}, ["rollout", "reshard"], "rollout.engine.fp8"),
+    "vapo_qwen3_235b": (
+        {"tp": 4, "ep": 4, "dp": 1},
+        ["rollout", "reshard"],
+        "rollout.engine.weights",
+    ),
+    "deepseek671b": (
+        {"tp": 16, "ep": 16, "dp": 8},
+        ["rollout", "reshard"],
+        "rollout.engine.weights",
+    ),
     "qwen3_30b_128k": _TOO_FEW_30B,
     "glm4_6": ({"tp": 8, "ep": 8, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "glm4_5_air": ({"tp": 2, "ep": 2, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
-    "qwen2_5_32b": ({"tp": 1}, ["rollout"], "rollout.engine.fp8"),
+    "qwen2_5_32b": ({"tp": 1}, ["rollout"], "rollout.engine.weights"),
     "kimi_k2_64gpus": ({"tp": 32, "ep": 32, "dp": 4}, ["rollout", "reshard"], "rollout.engine.tp"),
 }
 

@@ -358,7 +358,7 @@ def test_overlaps_that_a_run_would_be_refused_are_not_planned(tmp_path: Path) ->
         (["algorithm.name=grop"], "algorithm.name"),
         (["model.config=null"], "nowhere/config.json"),
         (
-            ["rollout.engine.fp8=true", "train.tp=8", "train.pp=1", "train.ep=1"],
+            ["rollout.engine.weights=fp8", "train.tp=8", "train.pp=1", "train.ep=1"],
             "rollout.engine.tp",
         ),
     ],

@@ -51,13 +51,13 @@ def test_all_keys_of_own_engines_are_refused_at_once(tmp_path: Path) -> None:
     roles = roles_of(
         tmp_path,
         ["a:1", "a:1"],
-        engine={"count": 3, "tp": 2, "ep": 2, "fp8": True, "draft": 1, "sglang": {"x": 1}},
+        engine={"count": 3, "tp": 2, "ep": 2, "weights": "fp8", "draft": 1, "sglang": {"x": 1}},
         placement={"gpus": 4, "train_gpus": 2, "first_engine_gpu": 2},
         reshard={"verify": "full"},
     )
     assert wheres(roles) == [
         "rollout.engine.count", "rollout.engine.external", "rollout.engine.tp", "rollout.engine.ep",
-        "rollout.engine.fp8", "rollout.engine.draft", "rollout.engine.sglang", "placement.first_engine_gpu",
+        "rollout.engine.weights", "rollout.engine.draft", "rollout.engine.sglang", "placement.first_engine_gpu",
         "placement.train_gpus", "reshard.verify",
     ]  # fmt: skip
 

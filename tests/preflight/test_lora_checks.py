@@ -80,8 +80,8 @@ def test_experts_whose_layers_have_other_names_have_no_adapters(tmp_path: Path) 
         ),
         (
             "qwen3-moe",
-            "rollout.engine.fp8=true",
-            "rollout.engine.fp8: True, but its tiles would round most",
+            "rollout.engine.weights=fp8",
+            "rollout.engine.weights: fp8, but its tiles would round most",
         ),
         (
             "deepseek-v3",
@@ -124,7 +124,7 @@ SLOT_KEYS = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, o_pr
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("rollout.engine.fp8=true", ""),
+        ("rollout.engine.weights=fp8", ""),
         ("rollout.engine.tp=4 rollout.engine.dp=4", ""),
         (EXPERTS, ""),
         (
@@ -148,8 +148,8 @@ SLOT_KEYS = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, o_pr
             "lora.rounding: stochastic, but nothing is merged; leave it out",
         ),
         (
-            f"{EXPERTS} rollout.engine.fp8=true",
-            "rollout.engine.fp8: True, but SGLang would compute experts",
+            f"{EXPERTS} rollout.engine.weights=fp8",
+            "rollout.engine.weights: fp8, but SGLang would compute experts",
         ),
         (
             f"{EXPERTS} rollout.engine.experts=deepep",
@@ -200,7 +200,7 @@ def test_layers_of_latent_attention_that_have_no_slots(tmp_path: Path) -> None:
         path.parent / "compressed",
         *SLOT_KEYS,
         "lora.targets=[kv_b_proj]",
-        "rollout.engine.fp8=true",
+        "rollout.engine.weights=fp8",
     )
     assert [line.partition(";")[0] for line in fp8] == [
         "lora.targets: SGLang's adapters hide the scales of kv_b_proj in fp8"

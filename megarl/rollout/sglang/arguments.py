@@ -33,7 +33,7 @@ _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
     "dp_size": "rollout.engine.dp",
     "enable_dp_attention": "rollout.engine.dp",
     "dtype": "model.dtype",
-    "quantization": "rollout.engine.fp8",
+    "quantization": "rollout.engine.weights",
     "moe_dense_tp_size": "rollout.engine.dense",
     "enable_dp_lm_head": "rollout.engine.head",
     "moe_a2a_backend": "rollout.engine.experts",

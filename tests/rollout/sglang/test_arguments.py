@@ -245,7 +245,7 @@ OF_MEGARL = "is set by megarl itself"
         ("qqq", f"{NO_SUCH}; see SGLang's ServerArgs for the names it has"),
         ("tp_size", f"{OF_MEGARL}; set rollout.engine.tp and remove it"),
         ("speculative_num_steps", f"{OF_MEGARL}; set rollout.engine.draft and remove it"),
-        ("quantization", f"{OF_MEGARL}; set rollout.engine.fp8 and remove it"),
+        ("quantization", f"{OF_MEGARL}; set rollout.engine.weights and remove it"),
         ("enable_lora", f"{OF_MEGARL}; set lora.sync and remove it"),
         ("device", f"{OF_MEGARL}; remove it"),
         ("enable_eplb", "moves experts between ranks"),

@@ -14,6 +14,7 @@ import torch
 from megarl.checkpoints import hf_export
 from megarl.checkpoints.hf_import import load_hf
 from megarl.checkpoints.quantised import fp8_checkpoint
+from megarl.config import PrecisionConfig
 from megarl.config.models import LoraConfig
 from megarl.device import Address, address_of, host_store
 from megarl.model.lora_pairs import LoraSize
@@ -110,7 +111,8 @@ def checkpoint_read(sync: Any, fp8: bool, quantisation: Quantisation | None) -> 
     recipe: Any = SimpleNamespace(
         lora=LoraConfig(sync=sync) if sync else None,
         model=SimpleNamespace(path="published"),
-        rollout=SimpleNamespace(engine=SimpleNamespace(fp8=fp8)),
+        rollout=SimpleNamespace(engine=SimpleNamespace(weights="fp8" if fp8 else "plain")),
+        precision=PrecisionConfig(),
     )
     model: Any = SimpleNamespace(
         facts=SimpleNamespace(quantisation=quantisation), shape=WHOLE_TILES
