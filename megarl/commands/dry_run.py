@@ -62,7 +62,7 @@ def _placement(roles: Roles) -> Iterator[str]:
     if servers := roles.recipe.rollout.engine.external:
         yield f"engines: {len(servers)} SGLang servers of others: {', '.join(servers)}"
         return
-    kind = "fp8" if engines.fp8 else roles.recipe.model.dtype
+    kind = engines.precision.in_words(roles.recipe.model.dtype)
     yield (
         f"engines: {engines.count} x TP{engines.tp} EP{engines.ep} DP{engines.dp} in {kind}; "
         f"slots {engines.first} to {engines.end - 1}"

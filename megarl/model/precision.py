@@ -57,6 +57,14 @@ class Precision:
         """Whether the weights of this kind are quantised in the layers that do not stay plain."""
         return self.is_quantised and kind not in self.plain
 
+    def in_words(self, dtype: str) -> str:
+        """As `fp8 but for the last 4 layers and kv_b_proj`. dtype: of plain weights."""
+        if not self.is_quantised:
+            return dtype
+        last = [f"the last {self.plain_last_layers} layers"] if self.plain_last_layers else []
+        plain = [*last, *(kind.replace("_experts", " experts") for kind in self.plain)]
+        return f"{self.weights} but for {' and '.join(plain)}" if plain else self.weights
+
     def entry(self, shape: ModelShape, name: str) -> TensorFormat:
         """Of a tensor of `tensors`, or of one item of a stack. Only the layers and the family of the shape are read."""
         if not self.is_quantised:

@@ -74,7 +74,7 @@ def engines(plan: RunPlan) -> str:
         words += f", dp {engine.dp}"
     if engine.deepep:
         words += ", experts by DeepEP"
-    kind = "fp8" if engine.fp8 else plan.recipe.model.dtype
+    kind = engine.precision.in_words(plan.recipe.model.dtype)
     return f"{words} in {kind} on slots {spans(range(engine.first, engine.end))}"
 
 

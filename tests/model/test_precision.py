@@ -48,6 +48,14 @@ def test_every_tensor_of_every_family_has_one_entry(models: list[ModelShape]) ->
         assert {entry.format for entry in PLAIN.entries(shape).values()} == {"plain"}
 
 
+def test_what_stays_plain_is_told() -> None:
+    assert PLAIN.in_words("bfloat16") == "bfloat16"
+    assert FP8_TILES.in_words("bfloat16") == "fp8"
+    mixed = Precision("fp8", 4, ("kv_b_proj", "shared_experts"))
+    told = "fp8 but for the last 4 layers and kv_b_proj and shared experts"
+    assert mixed.in_words("bfloat16") == told
+
+
 @pytest.mark.parametrize("kinds", [(), ("kv_b_proj",), ("shared_experts",)], ids=str)
 def test_last_layers_and_kinds_stay_plain(
     models: list[ModelShape], kinds: tuple[Kind, ...]

@@ -8,9 +8,19 @@ from pathlib import Path
 import pytest
 
 from megarl.model.hf_config import model_shape
+from megarl.model.precision import Precision
 from megarl.placement.engine_layout import EngineLayout
-from megarl.plan.engine_memory import DEEPEP_MIB, MIB, Settings, kept_bytes, request_bytes
+from megarl.plan.engine_memory import (
+    DEEPEP_MIB,
+    MIB,
+    Settings,
+    kept_bytes,
+    request_bytes,
+    weight_bytes,
+)
 from megarl.plan.model_size import model_sizes
+from megarl.resharding import sglang_map
+from megarl.resharding.routes import item_bytes
 from tests.plan import plans
 
 
@@ -46,3 +56,21 @@ def test_states_of_linear_attention_are_beside_the_cache(tmp_path: Path) -> None
     assert plan.kv.concurrency_mean == min(
         running, 512 * 16, plan.kv.tokens // plan.kv.running_tokens
     )
+
+
+def test_plain_weights_of_fp8_engines_count_as_such() -> None:
+    """Every rectangle of a small model, against the sum of one layer of each kind."""
+    shape = replace(plans.V3, num_layers=6, num_dense_layers=2, num_mtp_layers=1)
+    for num_last in (0, 3, 5):
+        precision = Precision("fp8", num_last, ("kv_b_proj", "shared_experts"))
+        engine = EngineLayout(1, 16, 16, dp=8, precision=precision, draft=1)
+        expected = [0] * engine.tp
+        for part in sglang_map.parts(shape, engine):
+            for rank in part.members:
+                expected[rank] += sum(
+                    shard.area * item_bytes(shard.dtype or "bfloat16") for shard in part.shards
+                )
+        assert shape.mla
+        of_heads = shape.num_heads // 2 * (shape.mla.nope_dim + shape.mla.v_dim)
+        derived = 7 * of_heads * shape.mla.kv_lora_rank * 2
+        assert weight_bytes(shape, engine, "bfloat16") == [each + derived for each in expected]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.config.loading import load_recipe, overlaid
 from megarl.model.hf_config import model_shape
-from megarl.model.precision import FP8_TILES, Precision
+from megarl.model.precision import FP8_TILES
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, resolve, train_layout
@@ -31,14 +30,10 @@ from megarl.plan.engine_memory import (
     token_bytes,
     weight_bytes,
 )
-from megarl.plan.fit import are_valid, cache_advice, lacking
+from megarl.plan.fit import are_valid, cache_advice
 from megarl.plan.model_size import ModelSize, model_sizes
-from megarl.plan.optimizer_advice import optimizer_advice
-from megarl.plan.optimizer_memory import smaller_states, state_bytes
+from megarl.plan.optimizer_memory import state_bytes
 from megarl.plan.phase_memory import CONTEXT_BYTES, PINNED_SHARE, communicators
-from megarl.plan.rollout_time import NO_ROLLOUT
-from megarl.resharding import sglang_map
-from megarl.resharding.routes import item_bytes
 from tests.plan import plans
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -291,24 +286,6 @@ def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
     assert sum(fp8) == pytest.approx(sum(bf16) / 2, rel=0.03)
 
 
-def test_plain_weights_of_fp8_engines_count_as_such() -> None:
-    """Every rectangle of a small model, against the sum of one layer of each kind."""
-    shape = replace(plans.V3, num_layers=6, num_dense_layers=2, num_mtp_layers=1)
-    for num_last in (0, 3, 5):
-        precision = Precision("fp8", num_last, ("kv_b_proj", "shared_experts"))
-        engine = EngineLayout(1, 16, 16, dp=8, precision=precision, draft=1)
-        expected = [0] * engine.tp
-        for part in sglang_map.parts(shape, engine):
-            for rank in part.members:
-                expected[rank] += sum(
-                    shard.area * item_bytes(shard.dtype or "bfloat16") for shard in part.shards
-                )
-        assert shape.mla
-        of_heads = shape.num_heads // 2 * (shape.mla.nope_dim + shape.mla.v_dim)
-        derived = 7 * of_heads * shape.mla.kv_lora_rank * 2
-        assert weight_bytes(shape, engine, "bfloat16") == [each + derived for each in expected]
-
-
 def test_logits_of_drafts_are_verified_by_each_group() -> None:
     """Of 1,024 sequences on 16 groups: 64 a group, each with the logits of its token and of two drafts."""
     chosen = Settings(0.8, 8192, 64, None, 2)
@@ -422,96 +399,6 @@ def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
     changed = overlaid(recipe, {"train": {"tokens_per_micro_batch": 10240}})
     device = plans.count(changed, small, {"policy": replace(size, recipe=changed)}).device
     assert device["train"].total_bytes <= 3_000_000_000 < plan.device["train"].total_bytes
-
-
-def tight_recipe(folder: Path) -> Recipe:
-    """Of ranks beside engines on slots of their own, whose room no state of the optimizer changes."""
-    return plans.recipe(
-        folder, "qwen3-30b", 12, ep=8, engine={"count": 1, "tp": 4, "ep": 4},
-        placement={"train_gpus": 8, "first_engine_gpu": 8}, megatron=FULL,
-        tokens_per_micro_batch=2048 + 8192,
-    )  # fmt: skip
-
-
-REMAINDERS = "train.optimizer to {use_precision_aware_optimizer: true"
-MOMENTS = "exp_avg_dtype: bfloat16, exp_avg_sq_dtype: bfloat16, adam_beta2: 0.95}"
-
-
-@pytest.mark.parametrize(
-    ("too_much", "advice"),
-    [
-        # of a weight's 12 bytes 2 are less with remainders, and 6 with moments in bfloat16 too
-        (1e9, f"{REMAINDERS}}}"),
-        (10e9, f"{REMAINDERS}, {MOMENTS}"),
-        (30e9, "train.optimizer_offload to true"),
-    ],
-)
-def test_a_smaller_state_is_advised_before_one_on_the_host(
-    tmp_path: Path, too_much: float, advice: str
-) -> None:
-    tight = tight_recipe(tmp_path)
-    sizes = sizes_of(tight)
-    needed = plans.count(tight, plans.H800, sizes).device["train"].total_bytes
-    card = plans.H800.model_copy(update={"memory_bytes": int(needed - too_much)})
-    plan = plans.memory(tight, card, sizes)
-    (error,) = (error for error in plan.errors if "the train phase" in error.problem)
-    assert error.hint.startswith(f"set {advice}: then it is")
-    seconds = [float(number) for number in re.findall(r" ([\d.e+]+) s\b", error.hint)]
-    if "offload" in advice:
-        assert len(seconds) == 1
-    else:
-        on_gpu, on_host = seconds
-        assert 0 < 10 * on_gpu < on_host
-
-
-@pytest.mark.parametrize(
-    ("memory_bytes", "fits", "state"),
-    [
-        (71e9, 0, "{use_precision_aware_optimizer: true} (masters as remainders)"),
-        (66e9, 1, "adam_beta2: 0.95} (moments in bfloat16)"),
-        (41e9, 2, None),
-    ],
-)
-def test_a_state_on_the_gpu_is_advised_with_the_seconds_that_it_saves(
-    tmp_path: Path, memory_bytes: float, fits: int, state: str | None
-) -> None:
-    """fits: the number of the first state that has room on a card of such memory; with 2 there is none."""
-    tight = tight_recipe(tmp_path)
-    on_host = overlaid(tight, {"train": {"optimizer_offload": True}})
-    smaller = [overlaid(tight, {"train": {"optimizer": item}}) for item in smaller_states(tight)]
-    card = plans.H800.model_copy(update={"memory_bytes": int(memory_bytes)})
-    tries = plans.tries(on_host, card, sizes_of(tight))
-    work = replace(tries.shares["policy"], micro_batches=8, updates=8)
-    tries = replace(tries, shares={"policy": work})
-    too_large = ["train" in lacking(recipe, tries.states(recipe)[0]) for recipe in smaller]
-    assert too_large == [True] * fits + [False] * (len(smaller) - fits)
-    memory, step = tries.states(on_host)
-    lines = optimizer_advice(on_host, memory, NO_ROLLOUT, tries.states)
-    assert optimizer_advice(smaller[0], memory, NO_ROLLOUT, tries.states) == []
-    if state is None:
-        assert lines == []
-        return
-    (line,) = lines
-    assert f"{state} would fit" in line
-    saved = [float(number) for number in re.findall(r"save ([\d.e+]+) of", line)]
-    saved_s = step.total_s - tries.states(smaller[fits])[1].total_s
-    assert saved == [pytest.approx(saved_s, rel=0.05)]
-
-
-def test_smaller_states_are_those_that_types_and_betas_allow(made: Recipe) -> None:
-    def names(overlay: dict[str, Any]) -> list[list[str]]:
-        return [[*options] for options in smaller_states(overlaid(made, overlay))]
-
-    key = "use_precision_aware_optimizer"
-    moments = ["exp_avg_dtype", "exp_avg_sq_dtype"]
-    assert names({}) == [[key], [key, *moments, "adam_beta2"]]
-    assert names({"model": {"dtype": "float32"}}) == []
-    slow = {"adam_beta1": 0.98}
-    assert names({"train": {"optimizer": slow}}) == [["adam_beta1", key]]
-    fast = {"adam_beta2": 0.95}
-    assert names({"train": {"optimizer": fast}}) == [
-        ["adam_beta2", key], ["adam_beta2", key, *moments],
-    ]  # fmt: skip
 
 
 def test_nothing_is_advised_that_shared_prefixes_are_refused_with(tmp_path: Path) -> None:
