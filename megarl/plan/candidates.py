@@ -126,11 +126,12 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
     align = 2 * sizes["cp"] if sizes["cp"] > 1 else 1
     least = -(-recipe.longest_sequence // align) * align
     budgets = sorted({least, train.tokens_per_micro_batch, 2 * train.tokens_per_micro_batch})
-    rows = [(sizes["cp"], budget) for budget in budgets if budget >= least]
+    rows: list[tuple[int | str, int]] = [
+        (sizes["cp"], budget) for budget in budgets if budget >= least
+    ]
     if sizes["cp"] == 1:
-        dp = train_layout(recipe).world_size // (sizes["tp"] * sizes["pp"])
-        splits = [ranks for ranks in RANKS_OF_LONGEST if dp % ranks == 0]
-        rows += [("auto", split_budget(recipe, ranks)) for ranks in splits]
+        splits = [("auto", split_budget(recipe, ranks)) for ranks in RANKS_OF_LONGEST]
+        rows += [row for row in splits if _takes_row(recipe, overlay, *row)]
     roles = resolve(recipe)
     # the critic's ranks read the same key
     num_stages = max(sizes["pp"], *(role.layout.pp for role in roles.models.values()))
@@ -142,6 +143,13 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
             for state in _optimizer_states(recipe):
                 values: dict[str, Any] = {"cp": cp, "tokens_per_micro_batch": budget}
                 yield {**overlay, "train": {**sizes, **values, **state, **recompute}}
+
+
+def _takes_row(recipe: Recipe, overlay: Overlay, cp: int | str, budget: int) -> bool:
+    """Whether the ranks of a parallel layout, and the heads of the models' linear attention, divide by such rows."""
+    row = {"cp": cp, "tokens_per_micro_batch": budget}
+    roles = resolve(overlaid(recipe, {**overlay, "train": {**overlay["train"], **row}}))
+    return not any(role.layout_errors() for role in roles.models.values())
 
 
 def _optimizer_states(recipe: Recipe) -> Iterator[Overlay]:

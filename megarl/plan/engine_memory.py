@@ -73,6 +73,7 @@ class Kv:
     """Bytes of a token's KV cache on one GPU; tokens that one engine has room for; sequences that it holds at once.
 
     Of the longest prompt with the longest response, and of running_tokens; never more than are asked for.
+    most_states: sequences of an attention group that linear attention has states for; None: the model has none.
     """
 
     token_bytes: int
@@ -81,6 +82,7 @@ class Kv:
     concurrency_mean: int
     running_tokens: int  # of prompt and response, of what runs in the mean
     wanted: int  # sequences of a step that one engine is given
+    most_states: int | None = None
 
 
 def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
@@ -262,7 +264,15 @@ def kv_of(
     at_longest, at_mean = (
         int(min(most, max(0, tokens) // length * engine.dp)) for length in lengths
     )
-    return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, running_tokens, sequences)
+    return Kv(
+        token_bytes=of_token,
+        tokens=max(0, tokens) * engine.dp,
+        concurrency_longest=at_longest,
+        concurrency_mean=at_mean,
+        running_tokens=running_tokens,
+        wanted=sequences,
+        most_states=int(most_states) if math.isfinite(most_states) else None,
+    )
 
 
 def running_bytes(

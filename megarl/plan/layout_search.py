@@ -102,9 +102,6 @@ def search(
         problem = f"{side}, but {recipe.algorithm.name} learns from the data's answers and samples nothing"
         raise UserError("--search", problem, "give it train")
     recipe_plan = make_plan(recipe, hardware, response_share, in_full=False)
-    if any(role.shape.delta for role in resolve(recipe_plan.recipe).models.values()):
-        problem = f"{side}, and the search was never compared with plans of linear attention"
-        raise UserError("--search", problem, "leave it out, and plan one layout after the other")
     estimator = Estimator(
         recipe_plan.recipe,
         hardware,

@@ -337,9 +337,12 @@ def group_limits(recipe: Recipe, hardware: Hardware, memory: MemoryPlan) -> Grou
     """What each attention group of the recipe's engines can run."""
     engine = recipe.rollout.engine
     kv = memory.kv
+    slots = math.ceil(limit_of(recipe, kv.wanted) / engine.dp)
+    if kv.most_states is not None:
+        slots = max(1, min(slots, kv.most_states))
     return GroupLimits(
         groups=engine.dp,
-        slots=math.ceil(limit_of(recipe, kv.wanted) / engine.dp),
+        slots=slots,
         cache=max(1, kv.tokens // engine.dp),
         longest=recipe.longest_sample,
         chunk=max(1, settings_of(recipe, hardware).chunk_tokens // engine.dp),

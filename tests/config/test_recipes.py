@@ -68,6 +68,9 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "qwen3_30b_128k": [()],
     "glm4_5_air": [()],
     "glm4_6": [()],
+    "qwen3_next": [()],
+    "minimax_m2": [()],
+    "hy_v3": [()],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((overlay,) for overlay in DEBUG)],
     "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((overlay,) for overlay in DEBUG)],
 }  # fmt: skip
@@ -342,7 +345,7 @@ def test_it_says_what_the_paper_says(name: str) -> None:
 # as the model cards have them; DeepSeek's README_WEIGHTS.md counts prediction layers apart
 PARAMETERS = {
     "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "deepseek-v3": 671e9, "qwen2.5-32b": 32.8e9, "kimi-k2": 1026.4e9,
-    "qwen3-next-80b-a3b": 79.67e9,
+    "qwen3-next-80b-a3b": 79.67e9, "minimax-m2": 228.69e9, "hy-v3": 295.03e9,
 }  # fmt: skip
 # published as whole billions: of the decoder, and of the files with their prediction layer
 GLM_PARAMETERS = {"glm-4.5-air": (106e9, 110e9), "glm-4.6": (355e9, 357e9)}

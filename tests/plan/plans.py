@@ -33,6 +33,8 @@ _PUBLISHED = {
     "deepseek-v3": "deepseek-v3",
     "kimi-k2": "kimi-k2",
     "qwen3-next": "qwen3-next-80b-a3b",
+    "minimax-m2": "minimax-m2",
+    "hy-v3": "hy-v3",
 }
 CONFIGS: dict[str, dict[str, Any]] = (
     {

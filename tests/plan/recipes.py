@@ -25,6 +25,30 @@ SMALL = {
     "norm_topk_prob": True,
     "max_position_embeddings": 40960,
 }
+# linear attention in three of four layers, with four key heads
+SMALL_LINEAR = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "vocab_size": 1024,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
 _STAGES = [4] * 13 + [3] * 3
 
 
@@ -42,7 +66,7 @@ def recipe(folder: Path, config: dict[str, Any], *overrides: str) -> Recipe:
     )
 
 
-def small(folder: Path, *overrides: str) -> Recipe:
+def small(folder: Path, *overrides: str, config: dict[str, Any] = SMALL) -> Recipe:
     """A model of 4 layers and 8 experts on two nodes of 4 GPUs."""
     keys = [
         "placement.gpus=8",
@@ -50,7 +74,7 @@ def small(folder: Path, *overrides: str) -> Recipe:
         "rollout.engine.count=2",
         "rollout.engine.tp=4",
     ]
-    return recipe(folder, SMALL, *keys, *overrides)
+    return recipe(folder, config, *keys, *overrides)
 
 
 def deepseek(folder: Path, *overrides: str) -> Recipe:

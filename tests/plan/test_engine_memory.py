@@ -19,6 +19,7 @@ from megarl.plan.engine_memory import (
     weight_bytes,
 )
 from megarl.plan.model_size import model_sizes
+from megarl.plan.run_plan import group_limits
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
 from tests.plan import plans
@@ -45,17 +46,21 @@ def test_deepeps_buffers_are_about_those_of_its_own_formula() -> None:
 @pytest.mark.slow
 def test_states_of_linear_attention_are_beside_the_cache(tmp_path: Path) -> None:
     """Qwen3-Next in bfloat16: 12 layers with 2 heads of 256; 36 with 32 states of 128 x 128 and 8,192 channels."""
-    recipe = plans.recipe(tmp_path, "qwen3-next", 8, ep=8, engine={"count": 1, "tp": 2, "ep": 2})
+    recipe = plans.recipe(tmp_path, "qwen3-next", 8, ep=8, engine={"count": 1, "tp": 8, "ep": 8})
     plan = plans.count(recipe, plans.H800, model_sizes(recipe))
     assert plan.kv.token_bytes == 12 * 2 * 1 * 256 * 2
     shape = model_shape(recipe.model.path)
-    of_request = request_bytes(shape, EngineLayout(1, 2, 2))
-    assert of_request == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2) / 2
+    of_request = request_bytes(shape, EngineLayout(1, 8, 8))
+    assert of_request == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2) / 8
     cache = plan.kv.tokens * plan.kv.token_bytes
     running = cache * 0.9 // (3 * of_request)
     assert plan.kv.concurrency_mean == min(
         running, 512 * 16, plan.kv.tokens // plan.kv.running_tokens
     )
+    limits = group_limits(recipe, plans.H800, plan)
+    assert 0 < limits.slots == min(running, 512 * 16)
+    few = replace(plan, kv=replace(plan.kv, most_states=100))
+    assert group_limits(recipe, plans.H800, few).slots == 100
 
 
 def test_plain_weights_of_fp8_engines_count_as_such() -> None:

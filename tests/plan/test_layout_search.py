@@ -392,7 +392,38 @@ def test_where_nothing_fits_one_line_says_so(recipe: Recipe) -> None:
         search(recipe, tiny, "engine")
 
 
-def test_linear_attention_is_not_searched(tmp_path: Path) -> None:
-    recipe = plans.recipe(tmp_path, "qwen3-next", 8, ep=8)
-    with pytest.raises(UserError, match="linear attention"):
-        search(recipe, plans.H800, "both")
+def test_rows_of_linear_attention_divide_its_heads(tmp_path: Path) -> None:
+    """Four key heads: TP2 leaves two to CP ranks, TP4 one, and no engine is in fp8."""
+    small_recipe = stand_ins(planning.small(tmp_path, *KEYS, config=planning.SMALL_LINEAR))[0]
+    seen: dict[int, set[int]] = {}
+    for layout in train_overlays(small_recipe):
+        if layout["train"]["pp"] > 1:
+            continue
+        rows = seen.setdefault(layout["train"]["tp"], set())
+        for overlay in train_variants(small_recipe, layout):
+            role = resolve(overlaid(small_recipe, overlay)).policy
+            assert not role.layout_errors()
+            rows.add(role.layout.max_cp)
+    assert seen == {1: {1, 2, 4}, 2: {1, 2}, 4: {1}}
+    engines = [over["rollout"]["engine"] for over in engine_overlays(small_recipe, SMALL_CARD)]
+    assert engines and not any(engine["fp8"] for engine in engines)
+
+
+@pytest.mark.slow
+def test_what_is_found_with_linear_attention_is_the_plan_of_the_same_layout(tmp_path: Path) -> None:
+    """By models that are built in the found layouts, of which the search added up the parts."""
+    recipe = stand_ins(planning.small(tmp_path, *KEYS, config=planning.SMALL_LINEAR))[0]
+    result = search(recipe, SMALL_CARD, "both")
+    assert result.found[0].plan.step.total_s < result.own.step.total_s
+    models = resolve(recipe).models
+    parts = layer_sizes(models, [1, 2, 4])
+    estimator = Estimator(recipe, SMALL_CARD, step_samples(recipe), result.own.sizes, parts)
+    for row in result.found:
+        plan = make_plan(row.plan.recipe, SMALL_CARD)
+        estimate = estimator.estimate(row.overlay)
+        assert fits(plan) and estimate.fits()
+        assert plan.step == row.plan.step
+        assert estimate.step_s == pytest.approx(plan.step.total_s - plan.step.reshard_s)
+        assert estimate.memory == plan.memory
+    states = [row.plan.memory.kv.most_states for row in result.found]
+    assert all(states)

@@ -65,6 +65,9 @@ TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
     "qwen3_30b_128k": _TOO_FEW_30B,
     "glm4_6": ({"tp": 8, "ep": 8, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "glm4_5_air": ({"tp": 2, "ep": 2, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
+    "qwen3_next": ({"tp": 2, "ep": 2, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
+    "minimax_m2": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
+    "hy_v3": ({"tp": 4, "ep": 4}, ["rollout", "reshard"], "rollout.engine.tp"),
     "qwen2_5_32b": ({"tp": 1}, ["rollout"], "rollout.engine.weights"),
     "kimi_k2_64gpus": ({"tp": 32, "ep": 32, "dp": 4}, ["rollout", "reshard"], "rollout.engine.tp"),
 }

@@ -233,6 +233,19 @@ SMALL_MODELS = {
         "hy-v3", **SMALL_DENSE, head_dim=32, moe_intermediate_size=128, num_experts=16
     ),
     "mixtral, small": published("mixtral-8x7b", **SMALL_DENSE),
+    "glm, small": published(
+        "glm-4.5-air", **SMALL_DENSE, head_dim=32, moe_intermediate_size=128, n_routed_experts=16
+    ),
+    "qwen3-next, small": published(
+        "qwen3-next-80b-a3b",
+        **SMALL_QWEN3,
+        full_attention_interval=2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        shared_expert_intermediate_size=128,
+    ),
     "qwen2-moe, small": published(
         "qwen1.5-moe-a2.7b",
         **SMALL_DENSE,
@@ -252,7 +265,7 @@ LOADED = [
     ("moonlight, small", layout(2)), ("qwen3-moe, small", layout(8, 4)), ("qwen3-moe, small", layout(4, 2, 2, **HEAD)),
     ("llama, small", layout(2)), ("qwen2, small", layout(4)), ("qwen3, small", layout(2)),
     ("minimax-m2, small", layout(4, 2)), ("hy-v3, small", layout(4, 2)), ("mixtral, small", layout(4, 2)),
-    ("qwen2-moe, small", layout(4, 2)),
+    ("qwen2-moe, small", layout(4, 2)), ("glm, small", layout(4, 2)), ("qwen3-next, small", layout(4, 2)),
 ]  # fmt: skip
 ALL, SOME = (
     LoraSize(4, 4, 4.0, (), sync="adapters"),
