@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoints.hf_files import Slices
+from megarl.model.families import name_in_files
 from megarl.model.hf_config import HfFacts, HfModel
 from megarl.model.quantisation import FP8_TILE, HINT, INT4_GROUP, Quantisation
 from megarl.model.shape import ModelShape
@@ -196,7 +197,7 @@ def _are_tiles(quantisation: Quantisation, shape: ModelShape) -> bool:
     """Whether the weights that engines have in fp8 are published in tiles: all projections of the decoder."""
     decoder = hf_tensors(replace(shape, num_mtp_layers=0))
     return quantisation.kind == "fp8" and all(
-        map(quantisation.covers, filter(is_projection, decoder))
+        quantisation.covers(name_in_files(shape, name)) for name in filter(is_projection, decoder)
     )
 
 
@@ -213,7 +214,8 @@ def file_bytes(shape: ModelShape, facts: HfFacts) -> int:
         repeated[original] += 1
     total = 0
     for name, (items, rows, cols) in tensors(shape).items():
-        if quantisation and is_projection(name) and quantisation.covers(name.format(0)):
+        in_files = name_in_files(shape, name).format(0)
+        if quantisation and is_projection(name) and quantisation.covers(in_files):
             item_bytes = _quantised_bytes(rows, cols, quantisation)
         else:
             if name.endswith("e_score_correction_bias"):

@@ -17,6 +17,7 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.model.families import family_of
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
@@ -141,7 +142,7 @@ def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[in
     """Of each rank of an engine: every rectangle of SGLang's parameters, fp8's scales with them.
 
     With latent attention also `w_kc` and `w_vc`, which SGLang makes of kv_b_proj in the model's type. The draft model's
-    layer is among them.
+    layer is among them, and a vision tower that SGLang does not leave out.
     """
     return list(_weight_bytes(shape, replace(engine, count=1, first=0), dtype))
 
@@ -166,7 +167,9 @@ def _weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> tuple[
             replace(without, num_layers=1): shape.num_sparse_layers,
         }
     others = _laid_out_bytes(without, engine, dtype)
-    total = others + derived
+    wrapper = family_of(shape).wrapper
+    beside = wrapper.held_params * item_bytes(dtype) if wrapper else 0
+    total = others + derived + beside
     for kind, count in kinds.items():
         if count:
             total += count * (_laid_out_bytes(kind, engine, dtype) - others)
