@@ -66,11 +66,12 @@ def test_adapters_of_a_model_with_a_vision_tower_are_named_as_its_files(tmp_path
     assert peft.check(str(adapters), model_shape(path), SIZE) == []
     names = load_file(adapters / "adapter_model.safetensors").keys()
     assert names == {f"base_model.model.language_model.{name}" for name in factors}
-    part = sorted(factors)[:1]
-    shards = [Shard(name, *((0, size) for size in factors[name].shape), name) for name in part]
-    read = {name: torch.zeros_like(factors[name]) for name in part}
+    name = min(factors)
+    (rows, cols) = factors[name].shape
+    shards = [Shard(name, (0, rows), (0, cols), name)]
+    read = {name: torch.zeros_like(factors[name])}
     peft.load(str(adapters), model_shape(path), shards, read)
-    assert read[part[0]].equal(factors[part[0]])
+    assert read[name].equal(factors[name])
 
 
 @pytest.mark.slow
