@@ -83,13 +83,13 @@ def export_hf(job: Export, params: NamedTensors, store: Store) -> Path:
         PrefixStore("agree", store), job.rank, job.layout.world_size, job.timeout_s
     )
     files = plan_files(job.shape, job.dtype, job.file_bytes)
-    num_files = len(files) + len(kept_tensors.names_by_file(job.source, job.shape))
     folder = Path(job.folder)
     unfinished = folder.with_name(folder.name + ".unfinished")
     waves = [f"wave {index}" for index in range(math.ceil(len(files) / job.layout.world_size))]
     group = None
     try:
         params, merge = _merged(job, params)
+        num_files = len(files) + len(kept_tensors.names_by_file(job.source, job.shape))
         if job.rank == 0:
             if folder.exists():
                 raise UserError(str(folder), "exists already", "name another folder or remove it")

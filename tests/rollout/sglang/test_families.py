@@ -89,8 +89,9 @@ class Served:
         return worst_diff(groups, self.reference)
 
 
-# what they have is in the other cases, too: HY-V3 has the layers of GLM-4.5, in a class that needs no patch on a CPU
-BY_NIGHT = {"glm4-moe-lite tp2", "mixtral tp2 ep2", "hy-v3 tp2"}
+# what they have is in the other cases, too: HY-V3 has the layers of GLM-4.5, in a class that needs no patch on a CPU,
+# and Kimi-K2.5 those of DeepSeek-V3
+BY_NIGHT = {"glm4-moe-lite tp2", "mixtral tp2 ep2", "hy-v3 tp2", "deepseek-v3 tp2"}
 # whose layers are DeepSeek-V3's or Qwen3's, with the same names in SGLang's modules
 ALIKE = {"moonlight tp2", "qwen2 tp2", "llama tp1"}
 BY_CASE = {
