@@ -24,17 +24,17 @@ from megarl.model.hf_values import read_json
 from megarl.types import UserError
 
 INDEX = "model.safetensors.index.json"
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_TEXT = "text_config"  # the language model's part, where there is a vision tower, too
 
 
 def keep_layers(model: Path, out: Path, num_layers: int) -> None:
     """Write the folder `out`, which must not exist. Raises UserError."""
     config = read_json(model / "config.json")
-    if not 0 < num_layers <= config["num_hidden_layers"]:
-        problem = f"{num_layers} of {config['num_hidden_layers']} layers"
-        raise UserError(
-            "--layers", problem, f"give a number from 1 to {config['num_hidden_layers']}"
-        )
+    most = config.get(_TEXT, config)["num_hidden_layers"]
+    if not 0 < num_layers <= most:
+        problem = f"{num_layers} of {most} layers"
+        raise UserError("--layers", problem, f"give a number from 1 to {most}")
     if out.exists():
         raise UserError(str(out), "it is there already", "name another folder")
     has_weights = any((model / name).is_file() for name in (INDEX, "model.safetensors"))
@@ -50,6 +50,8 @@ def keep_layers(model: Path, out: Path, num_layers: int) -> None:
 
 def shortened(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """A config.json of the first layers, without multi-token prediction."""
+    if _TEXT in config:
+        return {**config, _TEXT: shortened(config[_TEXT], num_layers)}
     short_config: dict[str, Any] = {**config, "num_hidden_layers": num_layers}
     if "num_nextn_predict_layers" in short_config:
         short_config["num_nextn_predict_layers"] = 0
@@ -81,7 +83,7 @@ def _copy_weights(files: Mapping[str, Path], out: Path, num_layers: int) -> None
 
 
 def _is_kept(name: str, num_layers: int) -> bool:
-    layer = _LAYER.match(name)
+    layer = _LAYER.search(name)
     return layer is None or int(layer[1]) < num_layers
 
 

@@ -12,6 +12,7 @@ import pytest
 from megarl.config import RewardConfig
 from megarl.isolation.sandbox import sandbox_errors
 from megarl.model.tokenizer import load_tokenizer
+from tests.parallel.wrapped import of_text
 
 if TYPE_CHECKING:  # torch and SGLang are imported with the first fixture that needs them
     import torch
@@ -89,7 +90,7 @@ class Reference:
         sglang_patches.declare_torchvision_operators()
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(of_text(folder), dtype=torch.float32)
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[tokens, vocabulary]"""

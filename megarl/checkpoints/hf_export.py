@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from megarl.checkpoints import kept_tensors
+from megarl.checkpoints.hf_files import header
 from megarl.device import DEVICE
+from megarl.model.families import family_of, name_in_files
 from megarl.model.lora_pairs import LoraSize, split_factors
 from megarl.model.precision import PLAIN, Precision, fp8_config
 from megarl.model.quantisation import QUANTISATION_KEYS
@@ -87,6 +90,7 @@ def export_hf(job: Export, params: NamedTensors, store: Store) -> Path:
     group = None
     try:
         params, merge = _merged(job, params)
+        num_files = len(files) + len(kept_tensors.names_by_file(job.source, job.shape))
         if job.rank == 0:
             if folder.exists():
                 raise UserError(str(folder), "exists already", "name another folder or remove it")
@@ -98,7 +102,9 @@ def export_hf(job: Export, params: NamedTensors, store: Store) -> Path:
             PrefixStore("group", store), job.rank, job.layout.world_size, job.timeout_s
         )
         for wave, stage in enumerate(waves):
-            _write_wave(job, params, merge, agreement, stage, group, files, wave, unfinished)
+            _write_wave(
+                job, params, merge, agreement, stage, group, files, num_files, wave, unfinished
+            )
         agreement.reach("written", {}, lambda votes: {})
         if job.rank == 0:
             _finish(job, files, unfinished, folder)
@@ -144,9 +150,9 @@ def plan_files(shape: ModelShape, dtype: str, file_bytes: int) -> list[File]:
 
 def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
     """Each tensor of the files, as (its stack, the tensor as an item of the stack)."""
-    repeated = {name: [name] for name in tensors(shape)}
+    repeated = {name: [name_in_files(shape, name)] for name in tensors(shape)}
     for alias, name in aliases(shape).items():
-        repeated[name].append(alias)
+        repeated[name].append(name_in_files(shape, alias))
     for name, (items, rows, cols) in tensors(shape).items():
         if name.endswith("e_score_correction_bias"):
             dtype = "float32"
@@ -173,6 +179,7 @@ def _write_wave(
     stage: str,
     group: Any,
     files: list[File],
+    num_files: int,
     wave: int,
     folder: Path,
 ) -> None:
@@ -200,7 +207,7 @@ def _write_wave(
     executor.run(group, job.timeout_s, partial(agreement.ask, "written"))
     if rank_file:
         _quantise(job, tensors_of_file)
-        name = file_name(first + job.rank, len(files))
+        name = file_name(first + job.rank, num_files)
         save_file(tensors_of_file, folder / name, metadata={"format": "pt"})
 
 
@@ -223,55 +230,71 @@ def _allocate(file: File, dtype: str) -> dict[str, Tensor]:
 
 def _quantise(job: Export, tensors_of_file: dict[str, Tensor]) -> None:
     """Replace the weights that do not stay plain by their fp8 tiles and scales, one after the other."""
-    quantised = [name for name in tensors_of_file if not job.precision.is_plain(job.shape, name)]
-    for name in quantised:
+    quantised = {
+        name_in_files(job.shape, name)
+        for name in hf_tensors(job.shape)
+        if not job.precision.is_plain(job.shape, name)
+    }
+    for name in quantised & tensors_of_file.keys():
         block = tensors_of_file[name].unsqueeze(0)
         tensors_of_file[name + fp8.SCALE_SUFFIX] = fp8.tile_scales(block)[0]
         tensors_of_file[name] = fp8.quantise(block)[0]
 
 
-def _header(file: Path) -> JsonObject:
-    """By name, the data type, the shape and the place of each tensor of a safetensors file."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    del header["__metadata__"]
-    return header
-
-
 def _plain_modules(shape: ModelShape, precision: Precision) -> list[str]:
     """The modules with a matrix that stays as it is; the names are those of `modules_to_not_convert`."""
-    matrices = [name for name, size in hf_tensors(shape).items() if len(size) == 2] + list(
-        aliases(shape)
-    )
-    return [
-        name.removesuffix(".weight")
+    matrices = [name for name, size in hf_tensors(shape).items() if len(size) == 2]
+    matrices += aliases(shape)
+    plain = [
+        name_in_files(shape, name).removesuffix(".weight")
         for name in matrices
         if precision.is_plain(shape, name) and "embed_tokens" not in name
     ]
+    return plain + [start.removesuffix(".") for start in kept_tensors.starts(shape)]
 
 
 def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> None:
-    """Add the index, the configuration and the tokenizer to the weights, then rename the folder."""
-    if len(files) > 1:
+    """Add what training kept, the index, the configuration and the tokenizer, then rename the folder."""
+    kept = kept_tensors.names_by_file(job.source, job.shape)
+    num_files = len(files) + len(kept)
+    for index, (file, names_of_file) in enumerate(kept.items(), start=len(files)):
+        kept_tensors.copy(file, names_of_file, unfinished / file_name(index, num_files))
+    if num_files > 1:
         names: dict[str, str] = {}
         total = 0
-        for index in range(len(files)):
-            file = unfinished / file_name(index, len(files))  # another node may have written it
-            header = _header(file)
-            names |= dict.fromkeys(header, file.name)
-            total += max(tensor["data_offsets"][1] for tensor in header.values())
+        for index in range(num_files):
+            file = unfinished / file_name(index, num_files)  # another node may have written it
+            of_file, _ = header(file)
+            names |= dict.fromkeys(of_file, file.name)
+            total += max(tensor["data_offsets"][1] for tensor in of_file.values())
         weights = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         (unfinished / INDEX).write_text(json.dumps(weights, indent=2), encoding="utf-8")
     for file in sorted(Path(job.source).iterdir()):
         if file.is_file() and file.suffix in COPIED and not file.name.endswith(".index.json"):
             shutil.copyfile(file, unfinished / file.name)
     config = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
-    config = with_rope_scaling(config, job.rope_scaling)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = job.dtype
-    for key in QUANTISATION_KEYS:
-        config.pop(key, None)
+    config = exported_config(config, job)
+    (unfinished / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    unfinished.rename(folder)
+
+
+def exported_config(config: JsonObject, job: Export) -> JsonObject:
+    """The source's `config.json` with the exported weights' formats."""
+    if wrapper := family_of(job.shape).wrapper:
+        text = _reformatted(config[wrapper.config], job)
+        config = _reformatted({**config, wrapper.config: text}, replace(job, rope_scaling=None))
+    else:
+        config = _reformatted(config, job)
     if job.precision.is_quantised:
         plain = _plain_modules(job.shape, job.precision)
         config[QUANTISATION_KEYS[0]] = fp8_config(plain)
-    (unfinished / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    unfinished.rename(folder)
+    return config
+
+
+def _reformatted(config: JsonObject, job: Export) -> JsonObject:
+    """A config, or its language model's part, with the export's data type and positions, and no quantisation."""
+    config = dict(with_rope_scaling(config, job.rope_scaling))
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = job.dtype
+    for key in QUANTISATION_KEYS:
+        config.pop(key, None)
+    return config

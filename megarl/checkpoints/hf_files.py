@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from megarl.model.families.wrapper import Wrapper
 from megarl.model.hf_values import read_json
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 
 
 def tensor_files(path: str | Path, stem: str = "model") -> dict[str, Path]:
@@ -42,6 +45,15 @@ def tensor_files(path: str | Path, stem: str = "model") -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), single)
 
 
+def header(file: Path) -> tuple[JsonObject, int]:
+    """By name, the data type, the shape and the place of each tensor; and the byte from which places count."""
+    with file.open("rb") as stream:
+        num_bytes = int.from_bytes(stream.read(8), "little")
+        content = json.loads(stream.read(num_bytes))
+    content.pop("__metadata__", None)
+    return content, 8 + num_bytes
+
+
 def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
@@ -52,12 +64,24 @@ def _opened(file: Path) -> Any:
 
 
 class Slices:
-    """Lazy access to a checkpoint's tensors; every file is opened once, on first use."""
+    """Lazy access to a checkpoint's tensors; every file is opened once, on first use.
 
-    def __init__(self, path: str | Path, stack: ExitStack, stem: str = "model") -> None:
+    wrapper: the form of the files, where it is not that of a language model alone. Names are those of the latter.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        stack: ExitStack,
+        stem: str = "model",
+        wrapper: Wrapper | None = None,
+    ) -> None:
         self.path = Path(path)
         self.stack = stack
+        self.wrapper = wrapper
         self.files = tensor_files(path, stem)
+        if wrapper:
+            self.files = {wrapper.from_files(name): file for name, file in self.files.items()}
         self.open: dict[Path, Any] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -66,6 +90,8 @@ class Slices:
     def get(self, name: str) -> Any:
         """The tensor's slice object; only what is indexed is read. Raises UserError where there is none."""
         file = self.files.get(name)
+        if self.wrapper:
+            name = self.wrapper.in_files(name)
         if file is None:
             raise UserError(
                 str(self.path), f"the checkpoint has no tensor {name}", "use a complete checkpoint"

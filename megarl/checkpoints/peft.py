@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from megarl.checkpoints.hf_files import Slices
 from megarl.checkpoints.hf_import import load_hf
 from megarl.model.adapter_config import CONFIG, OF_EACH_EXPERT, OF_EXPERTS
+from megarl.model.families import name_in_files
 from megarl.model.hf_values import read_json
 from megarl.model.lora_pairs import LoraSize, factor_name, leaf_of, weight_of
 from megarl.model.shape import SCORE, ModelShape
@@ -60,7 +61,7 @@ HEADS = ("classifier", "score")
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def write(factors: NamedTensors, size: LoraSize, base: str, out: Path) -> None:
+def write(factors: NamedTensors, shape: ModelShape, size: LoraSize, base: str, out: Path) -> None:
     """Write whole factors, by their names in `lora_pairs`; `out` gets its name when all is there.
 
     base: the path of the model to which they belong.
@@ -69,7 +70,9 @@ def write(factors: NamedTensors, size: LoraSize, base: str, out: Path) -> None:
     if unfinished.exists():
         shutil.rmtree(unfinished)  # left by one that was interrupted
     unfinished.mkdir()
-    named = {_PREFIX + name: factor.contiguous() for name, factor in sorted(factors.items())}
+    named = {
+        _in_files(shape, name): factor.contiguous() for name, factor in sorted(factors.items())
+    }
     save_file(named, unfinished / f"{STEM}.safetensors", metadata={"format": "pt"})
     config = json.dumps(_config(factors, size, base), indent=2)
     (unfinished / CONFIG).write_text(config, encoding="utf-8")
@@ -128,14 +131,16 @@ def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserError]:
         if errors := _config_errors(Path(path) / CONFIG, size, heads):
             return errors
         with ExitStack() as stack:
-            return _tensor_errors(Slices(path, stack, STEM), sizes)
+            in_files = {_in_files(shape, name): extent for name, extent in sizes.items()}
+            return _tensor_errors(Slices(path, stack, STEM), in_files)
     except UserError as error:
         return [UserError("lora.path", f"{error.where}: {error.problem}", _HINT)]
 
 
-def _tensor_errors(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list[UserError]:
+def _tensor_errors(
+    slices: Slices, extents_by_name: Mapping[str, tuple[int, int]]
+) -> list[UserError]:
     """Factors that are missing or too many, by their layers, or have another extent than the recipe's."""
-    extents_by_name = {_PREFIX + name: extent for name, extent in sizes.items()}
     errors = []
     for names, verb in (
         (extents_by_name.keys() - slices.files.keys(), "lacks"),
@@ -203,12 +208,18 @@ def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:
     return extents_by_name
 
 
-def load(path: str, shards: Sequence[Shard], factors: NamedTensors) -> None:
+def load(path: str, shape: ModelShape, shards: Sequence[Shard], factors: NamedTensors) -> None:
     """Fill a rank's factors with the boxes that `shards` name. Raises UserError naming a missing tensor."""
-    load_hf(path, [shard._replace(name=_PREFIX + shard.name) for shard in shards], factors, STEM)
+    named = [shard._replace(name=_in_files(shape, shard.name)) for shard in shards]
+    load_hf(path, named, factors, STEM)
 
 
-def load_head(path: str, shards: Sequence[Shard], params: NamedTensors) -> None:
+def load_head(path: str, shape: ModelShape, shards: Sequence[Shard], params: NamedTensors) -> None:
     """Fill the score head, where this rank has it, of the weights that `shards` name."""
     heads = [shard for shard in shards if shard.name == SCORE]
-    load(path, heads, {shard.param: params[shard.param] for shard in heads})
+    load(path, shape, heads, {shard.param: params[shard.param] for shard in heads})
+
+
+def _in_files(shape: ModelShape, name: str) -> str:
+    """PEFT's name of a factor or a head."""
+    return _PREFIX + name_in_files(shape, name)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoints.hf_files import Slices
+from megarl.model.families import name_in_files
 from megarl.model.hf_config import HfFacts, HfModel
 from megarl.model.precision import Precision
 from megarl.model.quantisation import FP8_TILE, HINT, INT4_GROUP, Quantisation
@@ -198,7 +199,7 @@ def _are_tiles(quantisation: Quantisation, shape: ModelShape, precision: Precisi
     """Whether the weights of the decoder that engines have in fp8 are published in tiles."""
     decoder = replace(shape, num_mtp_layers=0)
     return quantisation.kind == "fp8" and all(
-        quantisation.covers(name)
+        quantisation.covers(name_in_files(shape, name))
         for name in hf_tensors(decoder)
         if not precision.is_plain(decoder, name)
     )
@@ -217,7 +218,8 @@ def file_bytes(shape: ModelShape, facts: HfFacts) -> int:
         repeated[original] += 1
     total = 0
     for name, (items, rows, cols) in tensors(shape).items():
-        if quantisation and is_projection(name) and quantisation.covers(name.format(0)):
+        in_files = name_in_files(shape, name).format(0)
+        if quantisation and is_projection(name) and quantisation.covers(in_files):
             item_bytes = _quantised_bytes(rows, cols, quantisation)
         else:
             if name.endswith("e_score_correction_bias"):

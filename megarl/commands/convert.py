@@ -81,10 +81,11 @@ def convert_adapter(recipe: Recipe, snapshot: Snapshot, out: Path, say: Say) -> 
     """Write the adapters in PEFT's format, in this process: the model itself is not read."""
     from megarl.parallel.dist_checkpoint import read_factors
 
-    size = lora_size(recipe.lora, model_shape(recipe.model.path, recipe.model.family))
+    shape = model_shape(recipe.model.path, recipe.model.family)
+    size = lora_size(recipe.lora, shape)
     assert size
     factors = read_factors(snapshot.folder)
-    peft.write(factors, size, recipe.model.path, out)
+    peft.write(factors, shape, size, recipe.model.path, out)
     say(f"{out} has the adapters of {snapshot.folder}, in PEFT's format")
     if lost := peft.lost_in_transformers(factors):
         say(

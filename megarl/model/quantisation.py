@@ -1,7 +1,7 @@
 """Quantised checkpoints: the format that `quantization_config` of a HF `config.json` names.
 
-Two formats are read: "fp8", as DeepSeek-V3, R1 and Kimi-K2 are published, and "int4", as Kimi-K2-Thinking is
-(compressed-tensors, pack-quantized). megarl/checkpoints/quantised.py has their tensors.
+Two formats are read: "fp8", as DeepSeek-V3, R1 and Kimi-K2 are published, and "int4", as the experts of
+Kimi-K2-Thinking and K2.5 are (compressed-tensors, pack-quantized). megarl/checkpoints/quantised.py has their tensors.
 """
 
 from __future__ import annotations

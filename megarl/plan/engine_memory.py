@@ -17,6 +17,7 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.model.families import family_of
 from megarl.model.precision import PLAIN
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
@@ -144,7 +145,7 @@ def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[in
     """Of each rank of an engine: every rectangle of SGLang's parameters, fp8's scales with them.
 
     With latent attention also `w_kc` and `w_vc`, which SGLang makes of kv_b_proj in the model's type. The draft model's
-    layer is among them.
+    layer is among them, and a vision tower that SGLang does not leave out.
     """
     return list(_weight_bytes(shape, replace(engine, count=1, first=0), dtype))
 
@@ -171,7 +172,9 @@ def _weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> tuple[
     left = shape.num_layers - engine.precision.plain_last_layers
     engine = replace(engine, precision=engine.precision.of_other_layers)
     plain = replace(engine, precision=PLAIN)
-    total = _laid_out_bytes(without, engine, dtype) + derived
+    wrapper = family_of(shape).wrapper
+    beside = wrapper.held_params * item_bytes(dtype) if wrapper else 0
+    total = _laid_out_bytes(without, engine, dtype) + derived + beside
     for kind, count in kinds.items():  # in the order of the layers, so that plain ones come last
         num_first = max(0, min(count, left))
         left -= count

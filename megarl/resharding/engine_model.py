@@ -44,6 +44,7 @@ _CACHE_SCALES = ("k_scale", "v_scale")
 # the attribute of a model with the number of its adapter's slot
 SLOT_NUMBER = "megarl_adapter_slot"
 _WRAPPED = "base_layer"
+_LANGUAGE_MODEL = "language_model"
 _BUFFERS = {  # attributes of a wrapper -> what a slot's name has after that of the layer
     "A_buffer": "lora_A",
     "B_buffer": "lora_B",
@@ -62,6 +63,7 @@ def joined(models: ModelChunks) -> torch.nn.Module:
     There the draft's parameters have names that begin with DRAFT, but for those that it shares with the target.
     """
     target, *drafts = models
+    target = language_model(target)
     if not drafts:
         return target
     whole = torch.nn.Module()
@@ -70,6 +72,14 @@ def joined(models: ModelChunks) -> torch.nn.Module:
         whole.add_module(name, child)
     whole.add_module(DRAFT.removesuffix("."), draft)
     return whole
+
+
+def language_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The part of an engine's model that is trained: all of it, but where there is a vision tower beside it.
+
+    SGLang's models/kimi_k25.py has a class of a language model as it is in the module `language_model`.
+    """
+    return getattr(model, _LANGUAGE_MODEL, None) or model
 
 
 def draft_error(models: ModelChunks) -> LayoutError | None:
@@ -103,7 +113,7 @@ def adapter_slots(model: torch.nn.Module) -> dict[str, Tensor]:
         raise LayoutError("the engine has no adapters: it was started without lora.sync adapters")
     return {
         f"{name}.{leaf}": getattr(module, attribute)[number]
-        for name, module in model.named_modules()
+        for name, module in language_model(model).named_modules()
         for attribute, leaf in _BUFFERS.items()
         if isinstance(getattr(module, attribute, None), Tensor)
     }

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoints import peft
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize, weight_of
+from megarl.resharding.shards import Shard
 from tests.parallel import checkpoints
 
 SIZE = LoraSize(4, 4, 6.0, ())
@@ -57,6 +58,22 @@ def merged(path: Path, factors: dict[str, torch.Tensor], size: LoraSize, out: Pa
     return out
 
 
+def test_adapters_of_a_model_with_a_vision_tower_are_named_as_its_files(tmp_path: Path) -> None:
+    path = checkpoints.write(tmp_path / "model", "kimi-k25")
+    factors = factors_of(path, SIZE)
+    adapters = tmp_path / "adapters"
+    peft.write(factors, model_shape(path), SIZE, str(path), adapters)
+    assert peft.check(str(adapters), model_shape(path), SIZE) == []
+    names = load_file(adapters / "adapter_model.safetensors").keys()
+    assert names == {f"base_model.model.language_model.{name}" for name in factors}
+    name = min(factors)
+    (rows, cols) = factors[name].shape
+    shards = [Shard(name, (0, rows), (0, cols), name)]
+    read = {name: torch.zeros_like(factors[name])}
+    peft.load(str(adapters), model_shape(path), shards, read)
+    assert read[name].equal(factors[name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "size"),
@@ -74,7 +91,7 @@ def test_peft_computes_what_the_merged_weights_do(
 ) -> None:
     path = paths[family]
     factors = factors_of(path, size)
-    peft.write(factors, size, str(path), tmp_path / "adapters")
+    peft.write(factors, model_shape(path), size, str(path), tmp_path / "adapters")
     tokens = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(1))
     folders = path, merged(path, factors, size, tmp_path / "hf")
     base, expected = (checkpoints.load(folder)[0](tokens).logits for folder in folders)
@@ -88,7 +105,7 @@ def test_peft_computes_what_the_merged_weights_do(
 @pytest.fixture
 def folder(paths: dict[str, Path], tmp_path: Path) -> Path:
     path = paths["qwen3-moe"]
-    peft.write(factors_of(path, SIZE), SIZE, str(path), tmp_path / "adapters")
+    peft.write(factors_of(path, SIZE), model_shape(path), SIZE, str(path), tmp_path / "adapters")
     return tmp_path / "adapters"
 
 
@@ -195,7 +212,7 @@ def test_which_projections_of_experts_peft_loads(
         replace(SIZE, targets=targets),
     )
     factors = factors_of(path, size)
-    peft.write(factors, size, str(path), tmp_path / "adapters")
+    peft.write(factors, model_shape(path), size, str(path), tmp_path / "adapters")
     model: Any = checkpoints.load(path)[0]
     if len({"gate_proj", "up_proj"} & {*targets}) == 1:
         # PEFT's message fails itself: a list minus a set
@@ -214,7 +231,7 @@ def test_what_transformers_stacks_it_loses(paths: dict[str, Path], tmp_path: Pat
     """Of DeepSeek-V3's adapters those of dense layers and shared experts; the day that it has them this fails."""
     path, tokens = paths["deepseek-v3"], torch.arange(20, 40)[None]
     factors = factors_of(path, SIZE)
-    peft.write(factors, SIZE, str(path), tmp_path / "adapters")
+    peft.write(factors, model_shape(path), SIZE, str(path), tmp_path / "adapters")
     lost = {name for name in factors if peft.lost_in_transformers([name, *EXPERTS]) is not None}
     kept = {name: factor for name, factor in factors.items() if name not in lost}
     assert {name.split(".")[4] for name in lost} == {
@@ -234,5 +251,5 @@ def test_what_transformers_stacks_it_loses(paths: dict[str, Path], tmp_path: Pat
 def test_what_an_interrupted_one_has_left_is_removed(paths: dict[str, Path]) -> None:
     folder = paths["llama"].parent / "again"
     (folder.parent / "again.unfinished").mkdir()
-    peft.write(factors_of(paths["llama"], SIZE), SIZE, "base", folder)
+    peft.write(factors_of(paths["llama"], SIZE), model_shape(paths["llama"]), SIZE, "base", folder)
     assert folder.is_dir() and not (folder.parent / "again.unfinished").exists()

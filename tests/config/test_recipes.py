@@ -199,6 +199,15 @@ def _unchecked(name: str, recipe: Recipe) -> set[str]:
     return unchecked | {"memory and time"}
 
 
+@pytest.mark.slow
+def test_the_recipe_of_kimi_k2_fits_kimi_k25(tmp_path: Path) -> None:
+    published = RECIPES.parent / "tests" / "published" / "kimi-k2.5.json"
+    (tmp_path / "config.json").write_text(published.read_text())
+    lines = lines_of(load("grpo_lora_kimi_k2_64gpus", (), f"model.config={tmp_path}"))
+    assert lines[-1] == "grpo-lora-kimi-k2: nothing to correct"
+    assert "model.path: weights in int4 groups of 32, 594.21 GB to read" in lines
+
+
 @pytest.mark.parametrize("name", [name for name in CLUSTER if "qwen2_5" not in name])
 def test_it_dry_runs_with_its_first_layers_alone(name: str, tmp_path: Path) -> None:
     whole = load(name).model.config

@@ -108,6 +108,20 @@ def test_a_run_on_one_slot(launch: Callable, tmp_path: Path, seeded: str) -> Non
         assert all(0 < record["speed/train_mfu"] < 1 for record in steps)
 
 
+# By day test_families.py of SGLang's engines has the engine, and test_hf_export.py the files.
+@(pytest.mark.slow if ON_GPU else pytest.mark.nightly)
+def test_a_run_beside_a_vision_tower(launch: Callable, tmp_path: Path) -> None:
+    """Unverified on a GPU.
+
+    resharding/engine_model.py language_model: the tower that SGLang builds beside Kimi-K2.5's text. To check first:
+    that the engine starts with `language_model_only`, that no rank has more of the tower than the plan counts, and
+    that the tower's memory is released with that of the weights.
+    """
+    changes = LATENT if ON_GPU else {}
+    steps = steps_of(launch, tmp_path, "train.replay=r3", family="kimi-k25", **changes)
+    check(steps, 0.05 if ON_GPU else 1e-4)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="engines with fp8 weights run on a GPU")
 def test_a_run_with_fp8_weights(launch: Callable, tmp_path: Path) -> None:
     """Unverified on a GPU.

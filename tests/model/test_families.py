@@ -17,6 +17,7 @@ from megarl.config import TrainConfig
 from megarl.config.models import RopeScalingConfig
 from megarl.cpu import megatron_patches
 from megarl.device import Address
+from megarl.model.families import family_of
 from megarl.model.hf_config import hf_facts, model_shape
 from megarl.parallel import groups, model
 from megarl.parallel.local_spec import use_local_layers
@@ -29,10 +30,11 @@ from tests.parallel import precision
 from tests.parallel.checkpoints import SHORT, YARN, rescaled, write
 from tests.parallel.precision import within
 from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, run_ranks, run_world
+from tests.parallel.wrapped import of_text
 
 SPARSE, DENSE = (
     (
-        *("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite"),
+        *("qwen3-moe", "deepseek-v3", "kimi-k25", "glm4-moe", "glm4-moe-lite"),
         *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next"),
     ),
     ("qwen3", "qwen2", "llama"),
@@ -97,7 +99,8 @@ def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -
     params = model.params(
         model.build_chunks(config, hf_facts(path), shape, layout, rank, Routing())
     )
-    load_hf(path, megatron_map.shards(shape, layout, rank, model.TRANSFORMER_ENGINE), params)
+    shards = megatron_map.shards(shape, layout, rank, model.TRANSFORMER_ENGINE)
+    load_hf(path, shards, params, wrapper=family_of(shape).wrapper)
     return len(params)
 
 
@@ -119,7 +122,7 @@ def trainer_logprobs(trainer: Any, longest: int = 23) -> list[np.ndarray] | None
 def transformers_logprobs(path: Path, longest: int = 23) -> list[np.ndarray]:
     from transformers import AutoModelForCausalLM
 
-    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    hf = AutoModelForCausalLM.from_pretrained(of_text(path), dtype=torch.float32).eval()
     logprobs = []
     for sequence in ragged(6, hf.config.vocab_size, seed=3, longest=longest):
         tokens_T = torch.from_numpy(sequence.token_ids_T)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.cpu import sglang_patches
+from tests.parallel import wrapped
 
 EOS = 1
 COMMON: Mapping[str, Any] = {
@@ -98,6 +99,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "kimi-k25": ("DeepseekV3", {**LATENT, **GLM, "n_group": 1, "topk_group": 1}),
     "glm4-moe": ("Glm4Moe", {**GLM, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "glm4-moe without norms": (
         "Glm4Moe",
@@ -186,7 +188,7 @@ PUBLISHED_FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 def architecture(family: str) -> str:
     """As in a `config.json`, and the key of megarl's table."""
-    return f"{FAMILIES[family][0]}ForCausalLM"
+    return wrapped.ARCHITECTURES.get(family) or f"{FAMILIES[family][0]}ForCausalLM"
 
 
 def write(
@@ -219,6 +221,8 @@ def write(
         config["num_hidden_layers"] -= mtp_layers
         _add_mtp_tensors(folder / "model.safetensors", config["num_hidden_layers"], mtp_layers)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    if family in wrapped.ARCHITECTURES:
+        wrapped.wrap(folder, wrapped.ARCHITECTURES[family])
     return folder
 
 

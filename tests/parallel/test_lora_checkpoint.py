@@ -110,7 +110,7 @@ def test_a_run_begins_with_the_adapters_of_another(saved: Any, path: Path, tmp_p
     read, size = read_factors(folder), LoraSize(LORA["rank"], LORA["experts"], LORA["alpha"], ())
     assert read.keys() == factors.keys()
     assert all(np.array_equal(factor, factors[name]) for name, factor in read.items())
-    peft.write(read, size, str(path), adapters)
+    peft.write(read, model_shape(path), size, str(path), adapters)
     assert peft.check(str(adapters), model_shape(path), size) == []
     layout = TrainLayout(4, 1, 2, 2)
     begun = run_world(lora_recipe(path, layout, LORA | {"path": str(adapters)}), rectangles)

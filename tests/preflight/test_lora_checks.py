@@ -218,6 +218,7 @@ def test_adapters_to_begin_with_are_checked_where_they_are_read(
     extents = peft._sizes(model_shape(path), size)
     peft.write(
         {name: torch.zeros(extent) for name, extent in extents.items()},
+        model_shape(path),
         size,
         str(path),
         tmp_path / "a",

@@ -57,6 +57,15 @@ def latent() -> Derives:
     return Derives(Attention(torch.randn(HEADS * (NOPE + V), RANK)))
 
 
+def test_a_vision_tower_is_no_weight() -> None:
+    whole = torch.nn.Module()
+    whole.vision_tower = torch.nn.Linear(2, 2)
+    whole.language_model = latent()
+    assert engine_model.joined([whole]) is whole.language_model
+    assert engine_model.copied([whole]).keys() == engine_model.params(whole.language_model).keys()
+    assert engine_model.joined([whole.language_model]) is whole.language_model
+
+
 def test_weights_are_named_once_and_buffers_are_none() -> None:
     assert engine_model.params(latent()).keys() == {
         "embed_tokens.weight",

@@ -48,10 +48,17 @@ def dense(family: str, **sizes: Any) -> dict[str, Any]:
     }
 
 
+def wrapped(name: str, **changes: Any) -> dict[str, Any]:
+    """Of a model with a vision tower; changes: of its language model."""
+    config = published(name)
+    return config | {"text_config": config["text_config"] | FEW_LAYERS | changes}
+
+
 DEEPSEEK = published("deepseek-v3", first_k_dense_replace=1)
 CONFIGS = {
     "deepseek-v3": DEEPSEEK,
     "kimi-k2": published("kimi-k2"),
+    "kimi-k2.5": wrapped("kimi-k2.5"),
     "moonlight": published("moonlight-16b-a3b", num_nextn_predict_layers=1),
     "minimax-m2": published("minimax-m2"),
     "hy-v3": published("hy-v3"),
@@ -113,6 +120,7 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
         layout(16, 16, 8, draft=1, **DEEPEP),
     ],
     "kimi-k2": [layout(16, 16, 4), layout(32, 32, 32, **DEEPEP)],
+    "kimi-k2.5": [layout(16, 16, 4), layout(8, 8, 8, **WHOLE), layout(16, 16, 8, **DEEPEP)],
     "moonlight": [layout(4, 2), layout(2, 2), layout(4, 4, 4, **WHOLE), layout(2, 2, draft=1)],
     "qwen3-30b-a3b": [
         layout(1), layout(4, 2, 2), layout(8, 8), layout(4, 2, 2, **DENSE, **HEAD), layout(8, 8, 4, **DEEPEP),
@@ -163,6 +171,7 @@ NO_FP8 = {"qwen3-next-80b-a3b"}  # refused by placement/engine_layout.py
 CACHE_SCALES = {
     "deepseek-v3": 4,
     "kimi-k2": 4,
+    "kimi-k2.5": 4,
     "moonlight": 4,
     "glm-4.7-flash": 4,
     "minimax-m2": 2,
@@ -224,6 +233,7 @@ SMALL_DENSE = {
 }  # fmt: skip
 SMALL_MODELS = {
     "deepseek-v3, small": DEEPSEEK | SMALL,
+    "kimi-k2.5, small": wrapped("kimi-k2.5", **SMALL),
     "moonlight, small": DEEPSEEK | SMALL | {"q_lora_rank": None},
     "qwen3-moe, small": published("qwen3-30b-a3b", **SMALL_QWEN3),
     "minimax-m2, small": published(
@@ -262,6 +272,7 @@ LOADED = [
     ("deepseek-v3, small", layout(4, 2)), ("deepseek-v3, small", layout(4, 4, 4)),
     ("deepseek-v3, small", layout(8, 2, 2, **DENSE)), ("deepseek-v3, small", layout(8, 2, 2, **SHARED)),
     ("deepseek-v3, small", layout(8, 2, 2, draft=3, **WHOLE)), ("deepseek-v3, small", layout(4, 4, 2, **DEEPEP)),
+    ("kimi-k2.5, small", layout(2, 2)),
     ("moonlight, small", layout(2)), ("qwen3-moe, small", layout(8, 4)), ("qwen3-moe, small", layout(4, 2, 2, **HEAD)),
     ("llama, small", layout(2)), ("qwen2, small", layout(4)), ("qwen3, small", layout(2)),
     ("minimax-m2, small", layout(4, 2)), ("hy-v3, small", layout(4, 2)), ("mixtral, small", layout(4, 2)),
@@ -277,7 +288,7 @@ SLOT_CASES = [
     ("deepseek-v3, small", layout(4, 2, **SHARED), ALL), ("deepseek-v3, small", layout(4, 4, 4, **WHOLE), ALL),
     ("deepseek-v3, small", layout(2), ATTENTION), ("qwen3-moe, small", layout(4, 2), ALL),
     ("qwen3-moe, small", layout(2), SOME), ("qwen3-moe, small", layout(4, 4, 4, **HEAD), ALL),
-    ("llama, small", layout(4), ALL), ("llama, small", layout(2), SOME),
+    ("kimi-k2.5, small", layout(2), ATTENTION), ("llama, small", layout(4), ALL), ("llama, small", layout(2), SOME),
 ]  # fmt: skip
 
 

@@ -28,6 +28,19 @@ def split(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
+def test_a_model_with_a_vision_tower_keeps_it(tmp_path: Path) -> None:
+    model = checkpoints.write(tmp_path / "model", "kimi-k25")
+    out = tmp_path / "out"
+    keep_layers(model, out, 2)
+    shape = model_shape(out)
+    assert shape.num_layers == 2 and check_hf(out, shape) == []
+    whole = load_file(model / "model.safetensors")
+    beyond = tuple(f"language_model.model.layers.{layer}." for layer in (2, 3))
+    assert set(load_file(out / "model.safetensors")) == {
+        name for name in whole if not name.startswith(beyond)
+    }
+
+
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_deepseek_keeps_its_first_layers_and_no_prediction_layer(
     tmp_path: Path, is_split: bool

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from megarl.model.families.blocks import Layer, usual_layer
 from megarl.model.families.mtp_frame import MtpFrame
+from megarl.model.families.wrapper import Wrapper
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import MlaShape, ModelShape
 
@@ -42,7 +43,8 @@ class Family:
     splits the shared experts over all ranks, but with DeepEP, whatever its environment says (SGLANG_SHARED_EXPERT_TP1).
     facts: the fields of HfFacts that config.json says by other keys. engine_lacks: what SGLang has not for it: DP
     attention, an output layer for each group of it, DeepEP, a record of the experts that tokens went to.
-    has_wide_norms: queries and keys are normalised over all heads at once.
+    has_wide_norms: queries and keys are normalised over all heads at once. wrapper: the checkpoint's form, where it has
+    more parts than the language model.
     """
 
     architecture: str
@@ -63,6 +65,7 @@ class Family:
     facts: Callable[[ConfigFile], dict[str, Any]] = no_facts
     engine_lacks: frozenset[Lacking] = frozenset()
     has_wide_norms: bool = False
+    wrapper: Wrapper | None = None
 
 
 def read_dense(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from megarl.numerics import operations
 from megarl.numerics.module_recorder import ModuleRecorder, first_tensor
 from megarl.numerics.parts import ENGINE, output_file, write_parts
+from megarl.resharding.engine_model import language_model
 from megarl.types import IntArray
 
 _PREFIX = "compare-layers-"
@@ -48,7 +49,7 @@ class EngineLayerRecorder(ModuleRecorder):
         self._tp = int(parallel.tp_size)
         # of the tokens of the current pass, where it is recorded
         self._numbers_N: IntArray | None = None
-        decoder = model.model
+        decoder: Any = language_model(model).model
         self._handles.append(decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._after(decoder.embed_tokens, operations.BEFORE_LAYERS, operations.EMBEDDING)
         for number, layer in enumerate(decoder.layers):
@@ -70,6 +71,13 @@ class EngineLayerRecorder(ModuleRecorder):
         if batch.forward_mode.is_extend() and len(names) == 1 and names[0].startswith(_PREFIX):
             places_N = batch.positions.cpu().numpy().astype(np.int64)
             self._numbers_N = int(names[0].removeprefix(_PREFIX)) + places_N
+            self._see_embedded(values)
+
+    def _see_embedded(self, values: list[Any]) -> None:
+        """Classes with a vision tower embed the tokens before they call the decoder."""
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self._see(operations.BEFORE_LAYERS, operations.EMBEDDING, value)
 
     def _watch_layer(self, layer: Any, number: int) -> None:
         self._hook(layer.input_layernorm, partial(self._see_norm, number))

@@ -23,6 +23,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     factor]), and rest_in_next_round_s (seconds that the next forward pass takes)."""
     (name, content), *_ = named_tensors
     message = json.loads(bytes(content.tolist()))
+    model = engine_model.language_model(model)
     params = list(engine_model.params(model).values())
     _work(message.get("work_s", 0.0))
     if seconds := message.get("rest_in_next_round_s"):

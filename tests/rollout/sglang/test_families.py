@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config.models import RopeScalingConfig
+from megarl.model.families import without_tower
 from megarl.model.hf_config import model_shape
 from megarl.numerics import operations
 from megarl.numerics.differences import compare, first_difference
@@ -39,6 +40,7 @@ CASES = {
         EngineLayout(1, 2, 1, dp=2, whole_dense=True, group_head=True),
     ),
     "moonlight tp2": ("moonlight", EngineLayout(1, 2, 1)),
+    "kimi-k25 tp2": ("kimi-k25", EngineLayout(1, 2, 1)),
     "glm4-moe-lite tp2": ("glm4-moe-lite", EngineLayout(1, 2, 1)),
     "glm4-moe tp2": ("glm4-moe", EngineLayout(1, 2, 1)),
     "minimax-m2 tp2": ("minimax-m2", EngineLayout(1, 2, 1)),
@@ -71,7 +73,11 @@ class Served:
         self.shape = model_shape(folder)
         self.mlp = "block_sparse_moe" if family in ("mixtral", "minimax-m2") else "mlp"
         write_tokenizer(folder)
-        self.engine = build_engine(layout=self.layout, model_path=str(folder))
+        self.engine = build_engine(
+            layout=self.layout,
+            model_path=str(folder),
+            config_values=without_tower(self.shape),
+        )
 
     def reshard(self, **message: Any) -> None:
         asyncio.run(self.engine.reshard(message, self.engine.version + 1))
@@ -83,8 +89,9 @@ class Served:
         return worst_diff(groups, self.reference)
 
 
-# what they have is in the other cases, too: HY-V3 has the layers of GLM-4.5, in a class that needs no patch on a CPU
-BY_NIGHT = {"glm4-moe-lite tp2", "mixtral tp2 ep2", "hy-v3 tp2"}
+# what they have is in the other cases, too: HY-V3 has the layers of GLM-4.5, in a class that needs no patch on a CPU,
+# and Kimi-K2.5 those of DeepSeek-V3
+BY_NIGHT = {"glm4-moe-lite tp2", "mixtral tp2 ep2", "hy-v3 tp2", "deepseek-v3 tp2"}
 # whose layers are DeepSeek-V3's or Qwen3's, with the same names in SGLang's modules
 ALIKE = {"moonlight tp2", "qwen2 tp2", "llama tp1"}
 BY_CASE = {
