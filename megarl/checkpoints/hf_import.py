@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megarl.checkpoints import quantised
 from megarl.checkpoints.hf_files import Slices, tensor_files
-from megarl.model.families import mtp_prefix
+from megarl.model.families import family_of, mtp_prefix
+from megarl.model.families.wrapper import Wrapper
 from megarl.model.shape import SCORE, ModelShape
 from megarl.model.tensors import STACK, hf_tensors
 from megarl.resharding.shards import VOCAB_TENSORS, Shard, verify_params, views
@@ -56,7 +57,7 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserError]:
     by_hint: dict[str, list[UserError]] = defaultdict(list)
     try:
         with ExitStack() as stack:
-            slices = Slices(path, stack)
+            slices = Slices(path, stack, wrapper=family_of(shape).wrapper)
             has_mtp = any(name.startswith(mtp_prefix(shape, 0)) for name in slices.files)
             if shape.num_mtp_layers and not has_mtp:
                 problem = f"num_nextn_predict_layers is {shape.num_mtp_layers}, the files have no such layer"
@@ -89,17 +90,19 @@ def load_hf(
     shards: Sequence[Shard],
     params: NamedTensors,
     stem: str = "model",
+    wrapper: Wrapper | None = None,
 ) -> None:
     """Fill `params` (name -> parameter, any float dtype) in place with the boxes that `shards` name.
 
     Only the needed slices are read; quantised weights are dequantised, whatever tiles a box cuts. Parameters in
     float8_e4m3fn, an fp8 engine's, get the bytes of the files, and shards of scales the files' scales. Padding rows of
     the vocabulary become zero, and so does a missing score head. Raises LayoutError when the shards do not describe the
-    parameters, UserError naming a tensor that is missing or has another type. stem: of the files' names.
+    parameters, UserError naming a tensor that is missing or has another type. stem: of the files' names. wrapper: the
+    family's.
     """
     verify_params(shards, params)
     with ExitStack() as stack, torch.no_grad():
-        slices = Slices(path, stack, stem)
+        slices = Slices(path, stack, stem, wrapper)
         for shard in shards:
             is_new = shard.name == SCORE and SCORE not in slices.files
             if is_new or shard.name in VOCAB_TENSORS:

@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.model.families import FAMILIES, KEY, own_family
 from megarl.model.families.family import Family
+from megarl.model.families.wrapper import Wrapper
 from megarl.model.hf_values import ConfigFile, read_json
 from megarl.model.quantisation import Quantisation, quantisation
 from megarl.model.rope import Yarn, read_yarn, rope_values, with_rope_scaling
@@ -40,6 +41,8 @@ _SUPPORTED: dict[str, Any] = {  # variants of any family that no weight map or m
     "moe_layer_freq": 1,
     "rope_interleave": True,
 }
+# keys of which SGLang reads a wrapper's own value where it has one
+_OF_WRAPPER = ("tie_word_embeddings", "eos_token_id")
 # data types of files besides bfloat16
 _WIDER = ("float16", "float32", "float64")
 
@@ -167,7 +170,22 @@ def _opened(path: str | Path, own: str | None) -> tuple[ConfigFile, Family, bool
         nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)
         hint = f"add a family of your own, named in {KEY} (docs/models.md); the name nearest to it is {nearest[0]}"
         raise config.error(problem, f"{hint}; or use one of {', '.join(rows)}")
-    return config, rows[name], is_classifier
+    row = rows[name]
+    if row.wrapper:
+        config = replace(config, content=_unwrapped(config, row.wrapper))
+    return config, row, is_classifier
+
+
+def _unwrapped(config: ConfigFile, wrapper: Wrapper) -> JsonObject:
+    """The values of the language model, and those of the whole file for the keys that it has not."""
+    whole = config.content
+    text = config.part(wrapper.config).content
+    if not text:
+        hint = "use the config.json that was published with the weights"
+        raise config.error(f"{wrapper.config} is missing", hint)
+    stated = {key: value for key, value in text.items() if value is not None}
+    of_wrapper = {key: whole[key] for key in _OF_WRAPPER if whole.get(key) is not None}
+    return {**whole, **stated, **of_wrapper}
 
 
 def _shape(config: ConfigFile, family: Family, own: str | None) -> ModelShape:

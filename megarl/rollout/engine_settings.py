@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.config import Recipe
 from megarl.config.hardware import communicator_bytes
+from megarl.model.families import without_tower
 from megarl.model.hf_config import HfModel, read_model
 from megarl.model.rope import NEW_KEY
 from megarl.placement.roles import engine_layout, lora_size
@@ -49,11 +50,15 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
 
 
 def _config_values(recipe: Recipe, model: HfModel) -> JsonObject:
-    """The values of config.json that the recipe replaces, under the names that SGLang's reader has for them."""
+    """The values in place of those of config.json, under the names that SGLang's reader has for them.
+
+    They are the recipe's, and those without which SGLang would serve images, too.
+    """
+    values = without_tower(model.known_shape) if model.known_shape else {}
     scaling = recipe.model.rope_values
     if scaling is None:
-        return {}
-    return {
+        return values
+    return values | {
         NEW_KEY: {"rope_theta": model.required_facts.rope_theta, **scaling},
         "max_position_embeddings": model.context_tokens,
     }

@@ -20,6 +20,7 @@ from megarl.algos.statistics import GRAD_NORM, LOSS, Statistics
 from megarl.checkpoints import hf_import, peft
 from megarl.checkpoints.snapshots import Digest, digests
 from megarl.disk import DiskPulse, visible_folder, writing
+from megarl.model.families import family_of
 from megarl.parallel import groups, host_offload, model, state_bytes
 from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.pipeline import Norms
@@ -82,8 +83,9 @@ class TrainingRank:
         self._pack = self._model.pack
         self._guard = UpdateGuard(self._model, self.layout, recipe.run.compare_replicas_every)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
+        wrapper = family_of(shape).wrapper
         if is_published or not size:
-            hf_import.load_hf(recipe.model.path, shards, self.params())
+            hf_import.load_hf(recipe.model.path, shards, self.params(), wrapper=wrapper)
         if size and recipe.lora and recipe.lora.path:
             factors = lora_map.shards(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE)
             peft.load(recipe.lora.path, factors, self.factors())
@@ -94,7 +96,7 @@ class TrainingRank:
         self._reference: dict[str, Tensor] = {}
         if reference:
             self._reference = host_offload.host_buffers_like(self.params())
-            hf_import.load_hf(reference, shards, self._reference)
+            hf_import.load_hf(reference, shards, self._reference, wrapper=wrapper)
         self.offload = self._model.offload
         self.onload = self._model.onload
         self.held_bytes = device.held_bytes

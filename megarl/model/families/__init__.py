@@ -23,6 +23,7 @@ from megarl.model.families.qwen3_moe import QWEN3_MOE
 from megarl.model.families.qwen3_next import QWEN3_NEXT
 from megarl.model.shape import ModelShape
 from megarl.types import UserError
+from megarl.types.json_objects import JsonObject
 from megarl.types.named_objects import load_object
 
 KEY = "model.family"
@@ -61,6 +62,18 @@ def has_output_gate(shape: ModelShape) -> bool:
 def layer_of(shape: ModelShape, number: int) -> Layer:
     """The blocks of a layer, from 0; multi-token prediction layers count on from the decoder's."""
     return family_of(shape).layer(shape, number)
+
+
+def name_in_files(shape: ModelShape, name: str) -> str:
+    """The name that the checkpoint's files have for a tensor of the language model."""
+    wrapper = family_of(shape).wrapper
+    return wrapper.in_files(name) if wrapper else name
+
+
+def without_tower(shape: ModelShape) -> JsonObject:
+    """Values of config.json with which SGLang serves text alone."""
+    wrapper = family_of(shape).wrapper
+    return dict(wrapper.without_tower) if wrapper else {}
 
 
 def mtp_block(shape: ModelShape) -> Block:

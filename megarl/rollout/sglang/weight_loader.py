@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoints.hf_import import load_hf
+from megarl.model.families import family_of
 from megarl.resharding import engine_model, sglang_map
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import map_params
@@ -137,7 +138,8 @@ def _error_of_reading(
     assert at and session.fp8_checkpoint
     try:
         shards = sglang_map.shards(session.shape, session.engine, at[1])
-        load_hf(session.fp8_checkpoint, shards, engine_model.params(whole))
+        wrapper = family_of(session.shape).wrapper
+        load_hf(session.fp8_checkpoint, shards, engine_model.params(whole), wrapper=wrapper)
         finish()
     except Exception as error:
         return error
