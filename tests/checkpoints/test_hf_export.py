@@ -18,6 +18,7 @@ from megarl.checkpoints.hf_export import Export, export_hf, plan_files
 from megarl.checkpoints.quantised import file_bytes
 from megarl.device import Address, join_store
 from megarl.model import tensors
+from megarl.model.families import family_of
 from megarl.model.hf_config import hf_facts, model_shape
 from megarl.model.rope import with_rope_scaling
 from megarl.model.shape import ModelShape
@@ -32,7 +33,7 @@ def export_rank(rank: int, meet: Address, job: Export, damage: dict[int, str]) -
     job = replace(job, rank=rank)
     shards = megatron_map.shards(job.shape, job.layout, rank, job.transformer_engine)
     table = {name: torch.zeros(size) for name, size in param_table(shards).items()}
-    hf_import.load_hf(job.source, shards, table)
+    hf_import.load_hf(job.source, shards, table, wrapper=family_of(job.shape).wrapper)
     table.pop(damage.get(rank, ""), None)
     try:
         export_hf(job, table, PrefixStore("export", join_store(meet, TIMEOUT_S)))
@@ -144,7 +145,11 @@ def test_it_is_the_checkpoint_that_the_weights_came_from(
     assert not folder.with_name("out.unfinished").exists()
 
 
-OTHERS = ("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite")
+OTHERS = (
+    *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next", "qwen3.5-moe"),
+    *("glm4-moe", "glm4-moe-lite"),
+)
+TOWER = "model.visual."
 
 
 @pytest.mark.slow
@@ -159,7 +164,10 @@ def test_transformers_loads_what_is_written_of_every_other_family(tmp_path: Path
     assert dict(zip(jobs, done, strict=True)) == dict.fromkeys(jobs, "done")
     tokens_1T = torch.arange(3, 40)[None]
     for family, written in jobs.items():
-        expected, tensors_again = read(Path(written.source)), read(Path(written.folder))
+        expected, tensors_again = (
+            {name: tensor for name, tensor in read(Path(folder)).items() if TOWER not in name}
+            for folder in (written.source, written.folder)
+        )
         assert tensors_again.keys() == expected.keys(), family
         assert [name for name in expected if not expected[name].equal(tensors_again[name])] == []
         logits = []
@@ -168,7 +176,9 @@ def test_transformers_loads_what_is_written_of_every_other_family(tmp_path: Path
             assert not told["missing_keys"] and not told["unexpected_keys"], (family, told)
             with torch.no_grad():
                 logits.append(model(tokens_1T).logits)
-        assert logits[0].isfinite().all() and torch.equal(*logits), family
+        assert logits[0].isfinite().all(), family
+        # stacks of experts are used where the file is mapped, and sums depend on the place
+        torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5, msg=family)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from megarl.config import TrainConfig
 from megarl.config.models import RopeScalingConfig
 from megarl.cpu import megatron_patches
 from megarl.device import Address
+from megarl.model.families import family_of
 from megarl.model.hf_config import hf_facts, model_shape
 from megarl.parallel import groups, model
 from megarl.parallel.local_spec import use_local_layers
@@ -33,7 +34,7 @@ from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, 
 SPARSE, DENSE = (
     (
         *("qwen3-moe", "deepseek-v3", "glm4-moe", "glm4-moe-lite"),
-        *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next"),
+        *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next", "qwen3.5-moe"),
     ),
     ("qwen3", "qwen2", "llama"),
 )
@@ -97,7 +98,8 @@ def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -
     params = model.params(
         model.build_chunks(config, hf_facts(path), shape, layout, rank, Routing())
     )
-    load_hf(path, megatron_map.shards(shape, layout, rank, model.TRANSFORMER_ENGINE), params)
+    shards = megatron_map.shards(shape, layout, rank, model.TRANSFORMER_ENGINE)
+    load_hf(path, shards, params, wrapper=family_of(shape).wrapper)
     return len(params)
 
 
@@ -151,8 +153,10 @@ def test_variants_of_deepseek_v3(tmp_path: Path, variant: str) -> None:
     check_logprobs(path, transformers_logprobs(path))
 
 
-def check_logprobs(path: Path, expected: list[np.ndarray]) -> None:
-    (logprobs,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), trainer_logprobs)
+def check_logprobs(
+    path: Path, expected: list[np.ndarray], layout: TrainLayout = EVERY_LAYOUT["one rank"]
+) -> None:
+    logprobs, *_ = run_world(recipe(path, layout), trainer_logprobs)
     assert logprobs is not None
     np.testing.assert_allclose(
         np.concatenate(logprobs), np.concatenate(expected), atol=within(1e-4)
@@ -165,6 +169,14 @@ def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> No
     """On one rank, which every layout equals (tests/parallel); of the other sparse families test_reference.py."""
     path = write(tmp_path, family)
     check_logprobs(path, transformers_logprobs(path))
+
+
+@pytest.mark.slow
+def test_ranks_that_split_the_projections_of_qwen3_5_compute_what_transformers_does(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, "qwen3.5-moe")
+    check_logprobs(path, transformers_logprobs(path), TrainLayout(2, 2, 1, 2))
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megarl.config import EngineConfig
+from megarl.model.families import without_tower
+from megarl.model.hf_config import read_model
 from megarl.model.lora_pairs import LoraSize
 from megarl.placement.engine_layout import EngineLayout
 from tests.resharding import meta_slots
@@ -46,6 +48,7 @@ MODELS = {
     "olmoe",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_5",
     "qwen3",
     "qwen2",
     "qwen2_moe",
@@ -248,7 +251,7 @@ def _models(request: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
     engine, rank = EngineLayout(**request["engine"]), request["rank"]
     settings = EngineSettings(
         request["folder"], engine, "bfloat16", 0, 4096, 8, load_weights=False, quantised=True,
-        engine=EngineConfig(sglang=request["sglang"]),
+        engine=EngineConfig(sglang=request["sglang"]), config_values=_config_values(request["folder"]),
     )  # fmt: skip
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(engine.whole_shared))
     server: Any = ServerArgs(
@@ -265,6 +268,12 @@ def _models(request: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
     initialize_fp8_gemm_config()
     target = _build(server)
     return [target, _draft(server, target)] if engine.draft else [target], server
+
+
+def _config_values(folder: str) -> dict[str, Any]:
+    """As a run has them; a user's family, which is not found here, has no tower."""
+    shape = read_model(folder).known_shape
+    return without_tower(shape) if shape else {}
 
 
 def _build(server: Any, **more: Any) -> torch.nn.Module:

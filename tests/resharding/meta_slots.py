@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megarl.cpu import sglang_patches
+from megarl.model.families import name_in_files
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize, factor_name
 from megarl.model.shape import ModelShape
@@ -57,7 +58,7 @@ def _weights(shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
         content = logical(name, ((0, items), (0, rows), (0, cols)), 1, DTYPE)
         for item, matrix in enumerate(content):
             each = name.format(item)
-            yield each, matrix.reshape(sizes[each])
+            yield name_in_files(shape, each), matrix.reshape(sizes[each])
 
 
 def wrong_slots(model: torch.nn.Module, server: Any, request: Mapping[str, Any]) -> list[str]:

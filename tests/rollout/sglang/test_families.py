@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config.models import RopeScalingConfig
+from megarl.model.families import without_tower
 from megarl.model.hf_config import model_shape
 from megarl.numerics import operations
 from megarl.numerics.differences import compare, first_difference
@@ -46,6 +47,7 @@ CASES = {
     "mixtral tp2 ep2": ("mixtral", EngineLayout(1, 2, 2)),
     "qwen2-moe tp2": ("qwen2-moe", EngineLayout(1, 2, 1)),
     "qwen3-next tp2": ("qwen3-next", EngineLayout(1, 2, 1)),
+    "qwen3.5-moe tp2": ("qwen3.5-moe", EngineLayout(1, 2, 1)),
     "qwen3, tied, tp2": ("qwen3", EngineLayout(1, 2, 1)),
     "qwen2 tp2": ("qwen2", EngineLayout(1, 2, 1)),
     "llama tp1": ("llama", EngineLayout(1, 1, 1)),
@@ -71,7 +73,11 @@ class Served:
         self.shape = model_shape(folder)
         self.mlp = "block_sparse_moe" if family in ("mixtral", "minimax-m2") else "mlp"
         write_tokenizer(folder)
-        self.engine = build_engine(layout=self.layout, model_path=str(folder))
+        self.engine = build_engine(
+            layout=self.layout,
+            model_path=str(folder),
+            config_values=without_tower(self.shape),
+        )
 
     def reshard(self, **message: Any) -> None:
         asyncio.run(self.engine.reshard(message, self.engine.version + 1))
