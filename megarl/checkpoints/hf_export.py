@@ -157,9 +157,9 @@ def plan_files(
 def _single_tensors(shape: ModelShape, stacks: bool) -> Iterator[list[Shard]]:
     """Each tensor of the files: the shards that it is made of, one but for stacks."""
     wrapper = family_of(shape).wrapper
-    repeated = {name: [name] for name in tensors(shape)}
+    repeated = {name: [name_in_files(shape, name)] for name in tensors(shape)}
     for alias, name in aliases(shape).items():
-        repeated[name].append(alias)
+        repeated[name].append(name_in_files(shape, alias))
     for name, (items, rows, cols) in tensors(shape).items():
         if name.endswith("e_score_correction_bias"):
             dtype = "float32"
@@ -180,8 +180,7 @@ def _single_tensors(shape: ModelShape, stacks: bool) -> Iterator[list[Shard]]:
                     for at, part in enumerate(parts)
                 ]
             continue
-        for alias in repeated[name]:
-            param = name_in_files(shape, alias)
+        for param in repeated[name]:
             stack = Shard(name, (0, rows), (0, cols), param, items=(0, items), dtype=dtype)
             for item in range(items):
                 yield [stack._replace(items=(item, item + 1), at=(item, 0, 0))]
