@@ -36,7 +36,7 @@ from megarl.resharding.agreement import Agreement
 from megarl.resharding.execute import Executor
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.reshard_plan import agreed_rounds, item_bytes, plan_streams
-from megarl.resharding.shards import Part, Shard, cells, verify_params
+from megarl.resharding.shards import Part, Shard, cells, param_table, verify_params
 from megarl.resharding.transport import close_group, make_group
 from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
@@ -83,7 +83,7 @@ def export_hf(job: Export, params: NamedTensors, store: Store) -> Path:
     agreement = Agreement(
         PrefixStore("agree", store), job.rank, job.layout.world_size, job.timeout_s
     )
-    files = plan_files(job.shape, job.dtype, job.file_bytes)
+    files = plan_files(job.shape, job.dtype, job.file_bytes, stacks=not job.fp8)
     folder = Path(job.folder)
     unfinished = folder.with_name(folder.name + ".unfinished")
     waves = [f"wave {index}" for index in range(math.ceil(len(files) / job.layout.world_size))]
@@ -130,26 +130,33 @@ def _merged(job: Export, params: NamedTensors) -> tuple[dict[str, Tensor], Merge
     return weights, Merge.of_rank(job.lora, *of_rank, factors)
 
 
-def plan_files(shape: ModelShape, dtype: str, file_bytes: int) -> list[File]:
-    """The tensors in order, split into files of at most file_bytes; a larger tensor gets a file of its own."""
+def plan_files(
+    shape: ModelShape, dtype: str, file_bytes: int, *, stacks: bool = True
+) -> list[File]:
+    """The tensors in order, split into files of at most file_bytes; a larger tensor gets a file of its own.
+
+    stacks: the experts of families whose files have stacks of them are written so.
+    """
     files: list[list[Shard]] = [[]]
     size = 0
-    for shard, item in _single_tensors(shape):
-        num_bytes = item.area * item_bytes(item.dtype or dtype)
+    for parts in _single_tensors(shape, stacks):
+        num_bytes = sum(part.area * item_bytes(part.dtype or dtype) for part in parts)
         if files[-1] and size + num_bytes > file_bytes:
             files.append([])
             size = 0
         last = files[-1][-1] if files[-1] else None
-        if last and last.param == shard.param and last.items[1] == item.items[0]:
-            files[-1][-1] = last._replace(items=(last.items[0], item.items[1]))
+        first, *_ = parts
+        if last and last.param == first.param and last.items[1] == first.items[0]:
+            files[-1][-1] = last._replace(items=(last.items[0], first.items[1]))
         else:
-            files[-1].append(item)
+            files[-1] += parts
         size += num_bytes
     return [tuple(file) for file in files]
 
 
-def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
-    """Each tensor of the files, as (its stack, the tensor as an item of the stack)."""
+def _single_tensors(shape: ModelShape, stacks: bool) -> Iterator[list[Shard]]:
+    """Each tensor of the files: the shards that it is made of, one but for stacks."""
+    wrapper = family_of(shape).wrapper
     repeated = {name: [name_in_files(shape, name)] for name in tensors(shape)}
     for alias, name in aliases(shape).items():
         repeated[name].append(name_in_files(shape, alias))
@@ -158,10 +165,25 @@ def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
             dtype = "float32"
         else:
             dtype = ""
+        if stacks and wrapper and (found := wrapper.stack_of(name)):
+            (stack, parts) = found
+            if name == parts[0]:
+                yield [
+                    Shard(
+                        part,
+                        (0, rows),
+                        (0, cols),
+                        wrapper.in_files(stack),
+                        (0, at * rows, 0),
+                        (0, items),
+                    )
+                    for at, part in enumerate(parts)
+                ]
+            continue
         for param in repeated[name]:
             stack = Shard(name, (0, rows), (0, cols), param, items=(0, items), dtype=dtype)
             for item in range(items):
-                yield stack, stack._replace(items=(item, item + 1), at=(item, 0, 0))
+                yield [stack._replace(items=(item, item + 1), at=(item, 0, 0))]
 
 
 def file_name(index: int, num_files: int) -> str:
@@ -217,13 +239,14 @@ def _most_rounds(votes: Any) -> JsonObject:
 
 def _allocate(file: File, dtype: str) -> dict[str, Tensor]:
     """Name -> uninitialised tensor, in the shape that it has in the file."""
+    table = param_table(file)
     tensors_by_name = {}
     for shard in file:
-        (_, rows, cols) = shard.size
-        size = file_shape(shard.name, rows, cols)
         for name, _ in cells(shard):
             tensors_by_name[name] = torch.empty(
-                size, dtype=getattr(torch, shard.dtype or dtype), device=DEVICE
+                file_shape(shard.name, table[name]),
+                dtype=getattr(torch, shard.dtype or dtype),
+                device=DEVICE,
             )
     return tensors_by_name
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from megarl.model.families.wrapper import Wrapper
+from megarl.model.families.wrapper import StackPlace, Wrapper
 from megarl.model.hf_values import read_json
 from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
@@ -63,6 +64,27 @@ def _opened(file: Path) -> Any:
         ) from None
 
 
+class StackSlices:
+    """What a slice object of safetensors has, of an expert's matrix inside a tensor of all experts."""
+
+    def __init__(self, tensor: Any, place: StackPlace) -> None:
+        self._tensor = tensor
+        self._place = place
+
+    def get_dtype(self) -> str:
+        return self._tensor.get_dtype()
+
+    def get_shape(self) -> list[int]:
+        _, rows, cols = self._tensor.get_shape()
+        return [rows // self._place.parts, cols]
+
+    def __getitem__(self, at: tuple[slice, slice]) -> Tensor:
+        rows, cols = at
+        item = slice(self._place.item, self._place.item + 1)
+        first = self._place.part * self.get_shape()[0]
+        return self._tensor[item, slice(first + rows.start, first + rows.stop), cols].squeeze(0)
+
+
 class Slices:
     """Lazy access to a checkpoint's tensors; every file is opened once, on first use.
 
@@ -85,10 +107,29 @@ class Slices:
         self.open: dict[Path, Any] = {}
 
     def __contains__(self, name: object) -> bool:
-        return name in self.files
+        return name in self.files or (isinstance(name, str) and self._place_of(name) is not None)
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor which is there."""
+        place = self._place_of(name)
+        return self.files[place.stack if place else name]
 
     def get(self, name: str) -> Any:
         """The tensor's slice object; only what is indexed is read. Raises UserError where there is none."""
+        if place := self._place_of(name):
+            tensor = self._get(place.stack)
+            if place.item < tensor.get_shape()[0]:
+                return StackSlices(tensor, place)
+        return self._get(name)
+
+    def _place_of(self, name: str) -> StackPlace | None:
+        """Where a tensor of all experts has one that is not in the files by itself."""
+        if not self.wrapper or name in self.files:
+            return None
+        place = self.wrapper.stack_place(name)
+        return place if place and place.stack in self.files else None
+
+    def _get(self, name: str) -> Any:
         file = self.files.get(name)
         if self.wrapper:
             name = self.wrapper.in_files(name)

@@ -80,7 +80,7 @@ def check(slices: Slices, name: str, shape: Sequence[int]) -> None:
 def _has_type(slices: Slices, name: str, dtypes: Sequence[str]) -> None:
     dtype = slices.get(name).get_dtype()
     if dtype not in dtypes:
-        raise UserError(str(slices.files[name]), f"{name} is {dtype}", HINT)
+        raise UserError(str(slices.file_of(name)), f"{name} is {dtype}", HINT)
 
 
 def _has_shape(slices: Slices, name: str, shape: Sequence[int]) -> None:
@@ -88,7 +88,9 @@ def _has_shape(slices: Slices, name: str, shape: Sequence[int]) -> None:
     if real != list(shape):
         problem = f"{name} is {real}, config.json says {list(shape)}"
         raise UserError(
-            str(slices.files[name]), problem, "use a checkpoint whose config.json fits its weights"
+            str(slices.file_of(name)),
+            problem,
+            "use a checkpoint whose config.json fits its weights",
         )
 
 
@@ -160,7 +162,7 @@ def _tile_scales(slices: Slices, name: str) -> Any:
 def _group_scales(slices: Slices, name: str) -> Any:
     for suffix in _UNREAD:
         if name + suffix in slices:
-            raise UserError(str(slices.files[name + suffix]), f"has {name}{suffix}", HINT)
+            raise UserError(str(slices.file_of(name + suffix)), f"has {name}{suffix}", HINT)
     rows, words = slices.get(name + _PACKED).get_shape()
     shape = [rows, -(-words * _PER_WORD // INT4_GROUP)]
     return _scales(slices, name + _GROUP_SCALE, shape, f"for groups of {INT4_GROUP}")
@@ -172,7 +174,7 @@ def _scales(slices: Slices, name: str, shape: Sequence[int], what: str) -> Any:
     _has_type(slices, name, _SCALES)
     if scales.get_shape() != list(shape):
         problem = f"{name} is {scales.get_shape()}; {what} it would be {list(shape)}"
-        raise UserError(str(slices.files[name]), problem, HINT)
+        raise UserError(str(slices.file_of(name)), problem, HINT)
     return scales
 
 

@@ -1,8 +1,8 @@
 """Gated DeltaNet in an engine without a GPU: torch in place of kernels of `sgl_kernel`, which no wheel has for CPUs.
 
 The functions have the names and arguments with which SGLang calls them (layers/attention/linear/gdn_backend.py,
-kernels/gdn_triton.py). Pools have one slot for each request: convolutions [slots, channels, width - 1], states
-[slots, heads, value width, key width]. A slot below 0 is padding.
+kernels/gdn_triton.py, models/qwen3_5.py). Pools have one slot for each request: convolutions [slots, channels,
+width - 1], states [slots, heads, value width, key width]. A slot below 0 is padding.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ def install() -> None:
     for function in (
         fused_gdn_gating_cpu,
         fused_sigmoid_gating_delta_rule_update_cpu,
+        fused_qkvzba_split_reshape_cat_contiguous_cpu,
+        fused_qk_gemma_rmsnorm_cpu,
+        fused_qk_gemma_rmsnorm_with_gate_cpu,
+        fused_sigmoid_mul_cpu,
     ):
         setattr(torch.ops.sgl_kernel, function.__name__, function)
 
@@ -145,6 +149,52 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
         cu_seqlens=cu_seqlens,
     )
     return out
+
+
+def fused_qkvzba_split_reshape_cat_contiguous_cpu(
+    qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[q; k; v], z by head, b and a of [q; k; v; z] and [b; a], which a token has for all heads of the rank."""
+    values = value_heads * value_dim
+    qkv, z = qkvz.split([2 * key_heads * key_dim + values, values], dim=-1)
+    b, a = ba.chunk(2, dim=-1)
+    return (
+        qkv.contiguous(),
+        z.unflatten(-1, (value_heads, value_dim)),
+        b.contiguous(),
+        a.contiguous(),
+    )
+
+
+def fused_qk_gemma_rmsnorm_cpu(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """The norms of each head's queries and keys, which multiply by 1 + their weight: [heads of all tokens, width]."""
+    q_normed, k_normed = (
+        F.rms_norm(heads.reshape(-1, head_dim).float(), (head_dim,), 1 + weight.float(), eps)
+        for heads, weight in ((q, q_weight), (k, k_weight))
+    )
+    return q_normed.to(q.dtype), k_normed.to(k.dtype)
+
+
+def fused_qk_gemma_rmsnorm_with_gate_cpu(
+    q_gate: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    head_dim: int,
+    num_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `fused_qk_gemma_rmsnorm_cpu`, and the gates, of [query; gate] of each head."""
+    q, gate = q_gate.unflatten(-1, (num_heads, 2 * head_dim)).chunk(2, dim=-1)
+    normed = fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim)
+    return *normed, gate.contiguous().view(-1, head_dim)
+
+
+def fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:
+    """Multiply x by the sigmoid of its gate, in place."""
+    x.mul_(gate.sigmoid().view_as(x))
 
 
 def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:

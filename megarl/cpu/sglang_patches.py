@@ -285,7 +285,7 @@ def norm_all_heads() -> None:
 
 
 def gate_shared_experts() -> None:
-    """Gate the shared experts of Qwen2-MoE and Qwen3-Next in torch, where SGLang launches a Triton kernel."""
+    """Gate the shared experts of Qwen2-MoE, Qwen3-Next and Qwen3.5 in torch, where SGLang launches a Triton kernel."""
     from sglang.srt.models import qwen2_moe
 
     def add(hidden: Tensor, gate_weight_H: Tensor, shared: Tensor, total: Tensor) -> None:
@@ -327,10 +327,14 @@ def keep_memory_unpinned() -> None:
 
 def norm_in_torch() -> None:
     """Compute the norm behind Gated DeltaNet in torch: on CPUs without AMX SGLang would launch a Triton kernel."""
-    from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
 
-    norm: Any = fused_norm_gate.FusedRMSNormGated
-    norm.forward = lambda self, x, gate: sglang_delta_net.gated_norm(x, self.weight, gate, self.eps)
+    # Qwen3-Next's and Qwen3.5's
+    norms: list[Any] = [fused_norm_gate.FusedRMSNormGated, layernorm_gated.RMSNorm]
+    for norm in norms:
+        norm.forward = lambda self, x, gate: sglang_delta_net.gated_norm(
+            x, self.weight, gate, self.eps
+        )
 
 
 class _UnpinnedTorch:

@@ -17,7 +17,7 @@ FINAL_NORM = "model.norm.weight"
 _PROJECTIONS = (
     "_proj.weight",
     "_proj_with_mqa.weight",
-    "in_proj_qkvz.weight",
+    *("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
     *(f".w{number}.weight" for number in (1, 2, 3)),
 )
 INPUT_NORM = "input_layernorm.weight"
@@ -61,12 +61,19 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape in the checkpoint's files, where items of stacks are separate."""
     shapes_by_name: dict[str, tuple[int, ...]] = {}
     for name, (items, rows, cols) in tensors(shape).items():
-        shapes_by_name |= {name.format(item): file_shape(name, rows, cols) for item in range(items)}
+        one = file_shape(name, (1, rows, cols))
+        shapes_by_name |= {name.format(item): one for item in range(items)}
     return shapes_by_name
 
 
-def file_shape(name: str, rows: int, cols: int) -> tuple[int, ...]:
-    """The shape in the checkpoint's files: norms and biases have one dimension, convolutions over time three."""
+def file_shape(name: str, size: Size) -> tuple[int, ...]:
+    """The shape in the checkpoint's files: norms and biases have one dimension.
+
+    Convolutions over time have three, and so has a tensor of several items.
+    """
+    items, rows, cols = size
+    if items > 1:
+        return size
     if cols == 1:
         return (rows,)
     if name.endswith("conv1d.weight"):

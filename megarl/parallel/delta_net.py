@@ -1,4 +1,4 @@
-"""Gated DeltaNet: the linear attention of Qwen3-Next (Yang et al., 2024, arXiv:2412.06464) for packed rows.
+"""Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464): the linear attention of Qwen3-Next and 3.5 for packed rows.
 
 A head has a state S [key width, value width], which begins at 0 with each segment of a row. A token lets it decay,
 corrects what it answers to the token's key by beta, and reads it:

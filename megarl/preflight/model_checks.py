@@ -149,7 +149,7 @@ def policy_errors(roles: Roles, *, has_weights: bool = True) -> ErrorIterator:
             yield from hf_import.check_hf(model.path, model.known_shape)
     if model.error:
         yield model.error
-    if model.facts and model.known_shape and model.known_shape.delta:
+    if model.facts and "other_dtype" in family_of(model.shape).engine_lacks:
         yield from _type_errors(roles.recipe, model.facts.dtype)
     if model.known_shape:
         yield from _context_errors(roles)

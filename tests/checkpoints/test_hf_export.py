@@ -159,7 +159,11 @@ def test_it_is_the_checkpoint_that_the_weights_came_from(
     assert not folder.with_name("out.unfinished").exists()
 
 
-OTHERS = ("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite")
+OTHERS = (
+    *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next", "qwen3.5-moe"),
+    *("glm4-moe", "glm4-moe-lite"),
+)
+TOWER = "model.visual."
 
 
 @pytest.mark.slow
@@ -174,7 +178,10 @@ def test_transformers_loads_what_is_written_of_every_other_family(tmp_path: Path
     assert dict(zip(jobs, done, strict=True)) == dict.fromkeys(jobs, "done")
     tokens_1T = torch.arange(3, 40)[None]
     for family, written in jobs.items():
-        expected, tensors_again = read(Path(written.source)), read(Path(written.folder))
+        expected, tensors_again = (
+            {name: tensor for name, tensor in read(Path(folder)).items() if TOWER not in name}
+            for folder in (written.source, written.folder)
+        )
         assert tensors_again.keys() == expected.keys(), family
         assert [name for name in expected if not expected[name].equal(tensors_again[name])] == []
         logits = []
@@ -183,7 +190,9 @@ def test_transformers_loads_what_is_written_of_every_other_family(tmp_path: Path
             assert not told["missing_keys"] and not told["unexpected_keys"], (family, told)
             with torch.no_grad():
                 logits.append(model(tokens_1T).logits)
-        assert logits[0].isfinite().all() and torch.equal(*logits), family
+        assert logits[0].isfinite().all(), family
+        # stacks of experts are used where the file is mapped, and sums depend on the place
+        torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5, msg=family)
 
 
 MIXED = Precision("fp8", plain_last_layers=1, plain=("kv_b_proj",))

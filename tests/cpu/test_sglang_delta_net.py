@@ -11,7 +11,10 @@ from megarl.cpu.sglang_delta_net import (
     causal_conv1d_update_cpu,
     chunk_gated_delta_rule_cpu,
     fused_gdn_gating_cpu,
+    fused_qk_gemma_rmsnorm_with_gate_cpu,
+    fused_qkvzba_split_reshape_cat_contiguous_cpu,
     fused_sigmoid_gating_delta_rule_update_cpu,
+    fused_sigmoid_mul_cpu,
 )
 from megarl.parallel.delta_net import causal_conv, torch_rule
 
@@ -100,3 +103,37 @@ def test_the_rule_goes_on_from_its_state() -> None:
     torch.testing.assert_close(
         torch.cat([torch.cat(of_one) for of_one in pieces]), expected, atol=1e-5, rtol=1e-4
     )
+
+
+def test_projections_of_qwen3_5_are_split_as_transformers_splits_them() -> None:
+    torch.manual_seed(2)
+    sizes = [HEADS * KEY, HEADS * KEY, VALUES * VALUE, VALUES * VALUE]
+    q, k, v, z = (torch.randn(6, size) for size in sizes)
+    b, a = (torch.randn(6, VALUES) for _ in range(2))
+    parts = fused_qkvzba_split_reshape_cat_contiguous_cpu(
+        torch.cat([q, k, v, z], dim=1), torch.cat([b, a], dim=1), HEADS, VALUES, KEY, VALUE
+    )
+    expected = torch.cat([q, k, v], dim=1), z.view(6, VALUES, VALUE), b, a
+    assert all(map(torch.equal, parts, expected))
+
+
+def test_gated_attention_of_qwen3_5() -> None:
+    """[query; gate] of each head; norms multiply by 1 + their weight; the gate's sigmoid multiplies in place."""
+    torch.manual_seed(3)
+    tokens, heads, width = 5, 3, 4
+    q, gate = torch.randn(2, tokens, heads, width)
+    k, q_weight, k_weight = torch.randn(tokens, width), torch.randn(width), torch.randn(width)
+    both = torch.cat([q, gate], dim=-1).flatten(1)
+    q_out, k_out, gate_out = fused_qk_gemma_rmsnorm_with_gate_cpu(
+        both, k, q_weight, k_weight, 1e-6, width, heads
+    )
+
+    def norm(values: Tensor, weight: Tensor) -> Tensor:
+        return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-6) * (1 + weight)
+
+    torch.testing.assert_close(q_out, norm(q, q_weight).flatten(0, 1))
+    torch.testing.assert_close(k_out, norm(k, k_weight))
+    assert gate_out.equal(gate.flatten(0, 1)) and gate_out.is_contiguous()
+    output = q.clone().flatten(1)
+    fused_sigmoid_mul_cpu(output, gate_out.view(tokens, -1))
+    torch.testing.assert_close(output, (q * gate.sigmoid()).flatten(1))

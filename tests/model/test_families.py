@@ -35,7 +35,7 @@ from tests.parallel.wrapped import of_text
 SPARSE, DENSE = (
     (
         *("qwen3-moe", "deepseek-v3", "kimi-k25", "glm4-moe", "glm4-moe-lite"),
-        *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next"),
+        *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next", "qwen3.5-moe"),
     ),
     ("qwen3", "qwen2", "llama"),
 )
@@ -154,8 +154,10 @@ def test_variants_of_deepseek_v3(tmp_path: Path, variant: str) -> None:
     check_logprobs(path, transformers_logprobs(path))
 
 
-def check_logprobs(path: Path, expected: list[np.ndarray]) -> None:
-    (logprobs,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), trainer_logprobs)
+def check_logprobs(
+    path: Path, expected: list[np.ndarray], layout: TrainLayout = EVERY_LAYOUT["one rank"]
+) -> None:
+    logprobs, *_ = run_world(recipe(path, layout), trainer_logprobs)
     assert logprobs is not None
     np.testing.assert_allclose(
         np.concatenate(logprobs), np.concatenate(expected), atol=within(1e-4)
@@ -168,6 +170,14 @@ def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> No
     """On one rank, which every layout equals (tests/parallel); of the other sparse families test_reference.py."""
     path = write(tmp_path, family)
     check_logprobs(path, transformers_logprobs(path))
+
+
+@pytest.mark.slow
+def test_ranks_that_split_the_projections_of_qwen3_5_compute_what_transformers_does(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, "qwen3.5-moe")
+    check_logprobs(path, transformers_logprobs(path), TrainLayout(2, 2, 1, 2))
 
 
 @pytest.mark.slow

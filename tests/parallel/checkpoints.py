@@ -134,6 +134,28 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "linear_value_head_dim": 24,
         },
     ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "rms_norm_eps": 1e-2,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         {
@@ -172,6 +194,20 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {}),
 }
+_MODEL = "ForCausalLM"
+_WRAPPED = "ForConditionalGeneration"
+# transformers' class of a model with a vision tower -> the fields of a tiny one's config
+TOWERS: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3_5Moe": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 16,
+        "patch_size": 4,
+    },
+}
 # Fields of the published config.json that SGLang reads and transformers has no use for, by transformers' class.
 PUBLISHED_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "DeepseekV3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -188,7 +224,10 @@ PUBLISHED_FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 def architecture(family: str) -> str:
     """As in a `config.json`, and the key of megarl's table."""
-    return wrapped.ARCHITECTURES.get(family) or f"{FAMILIES[family][0]}ForCausalLM"
+    if family in wrapped.ARCHITECTURES:
+        return wrapped.ARCHITECTURES[family]
+    name, _ = FAMILIES[family]
+    return name + (_WRAPPED if name in TOWERS else _MODEL)
 
 
 def write(
@@ -196,7 +235,7 @@ def write(
     family: str,
     mtp_layers: int = 0,
     seed: int = 5,
-    head: str = "ForCausalLM",
+    head: str = _MODEL,
     **changes: Any,
 ) -> Path:
     """config.json and model.safetensors in `folder`, which is returned; `changes` are fields of the config."""
@@ -207,14 +246,20 @@ def write(
     fields = {**COMMON, **more, **changes}
     # a draft layer is one more layer with a few tensors around it
     fields["num_hidden_layers"] += mtp_layers
+    if name in TOWERS:
+        fields = {"text_config": fields, "vision_config": TOWERS[name]}
+        head = _WRAPPED
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}Config")(**fields))
     randomise(model)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= PUBLISHED_FIELDS.get(name, {})
-    if family == "qwen3-next":  # as in the published file, and SGLang reads it
-        config |= {"full_attention_interval": config["layer_types"].index("full_attention") + 1}
+    text = config.get("text_config", config)
+    if text.get("linear_num_key_heads"):  # as in the published file, and SGLang reads it
+        text |= {"full_attention_interval": text["layer_types"].index("full_attention") + 1}
+    if name == "Qwen3_5Moe":
+        _stack_experts(folder / "model.safetensors")
     if "n_routed_experts" in config:
         config |= {"num_nextn_predict_layers": mtp_layers}
     if mtp_layers:
@@ -235,6 +280,26 @@ def rescaled(path: Path, folder: Path, scaling: Mapping[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "model.safetensors").symlink_to(path / "model.safetensors")
     return folder
+
+
+def _stack_experts(path: Path) -> None:
+    """As Qwen publishes them in bfloat16: transformers writes the matrices of each expert apart."""
+    tensors = load_file(path)
+    experts = sorted(name for name in tensors if ".experts." in name)
+    layers = sorted({name.split(".experts.")[0] for name in experts})
+    apart = {name: tensors.pop(name) for name in experts}
+    for layer in layers:
+        number = sum(name.startswith(f"{layer}.") for name in experts) // 3
+        of_kind = {
+            kind: [apart[f"{layer}.experts.{item}.{kind}_proj.weight"] for item in range(number)]
+            for kind in ("gate", "up", "down")
+        }
+        gate_up = zip(of_kind["gate"], of_kind["up"], strict=True)
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.stack(
+            [torch.cat(pair) for pair in gate_up]
+        )
+        tensors[f"{layer}.experts.down_proj"] = torch.stack(of_kind["down"])
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @torch.no_grad()

@@ -49,6 +49,7 @@ MODELS = {
     "olmoe",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_5",
     "qwen3",
     "qwen2",
     "qwen2_moe",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -23,25 +25,40 @@ VALUES = DELTA.num_value_heads // DELTA.num_key_heads  # of a key head
 WIDTHS = [DELTA.key_dim, DELTA.key_dim, VALUES * DELTA.value_dim]
 
 
+# as Qwen3.5's files
+SPLIT_SHAPE = replace(MIXED_SHAPE, family="Qwen3_5MoeForConditionalGeneration")
+
+
 @pytest.fixture(scope="module")
 def whole() -> Tensors:
+    return random_tensors(MIXED_SHAPE)
+
+
+def random_tensors(shape: ModelShape) -> Tensors:
     torch.manual_seed(0)
-    sizes = {name: size for name, size in tensors(MIXED_SHAPE).items() if "{}" not in name}
+    sizes = {name: size for name, size in tensors(shape).items() if "{}" not in name}
     random = {name: torch.rand(rows, cols) for name, (_, rows, cols) in sizes.items()}
-    stacks = {name: size for name, size in tensors(MIXED_SHAPE).items() if "{}" in name}
+    stacks = {name: size for name, size in tensors(shape).items() if "{}" in name}
     for name, (items, rows, cols) in stacks.items():
         random |= {name.format(item): torch.rand(rows, cols) for item in range(items)}
     return random
 
 
-def of_ranks(whole: Tensors, tp: int, prefix: str, *, on_engine: bool = False) -> list[Tensors]:
+def of_ranks(
+    whole: Tensors,
+    tp: int,
+    prefix: str,
+    *,
+    on_engine: bool = False,
+    shape: ModelShape = MIXED_SHAPE,
+) -> list[Tensors]:
     """The parameters of each TP rank whose names begin with a prefix, without it."""
     ranks = []
     for rank in range(tp):
         if on_engine:
-            shards = sglang_map.shards(MIXED_SHAPE, EngineLayout(1, tp, 1), rank)
+            shards = sglang_map.shards(shape, EngineLayout(1, tp, 1), rank)
         else:
-            shards = megatron_map.shards(MIXED_SHAPE, TrainLayout(tp, tp, 1, 1), rank)
+            shards = megatron_map.shards(shape, TrainLayout(tp, tp, 1, 1), rank)
         params = fill([shard for shard in shards if shard.param.startswith(prefix)], whole, {})
         ranks.append({name.removeprefix(prefix): param[0] for name, param in params.items()})
     return ranks
@@ -98,6 +115,28 @@ def test_an_engine_keeps_the_order_of_the_files(whole: Tensors, tp: int) -> None
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
+def test_projections_that_are_apart_in_the_files(tp: int) -> None:
+    """Training ranks have them by key head as those of Qwen3-Next, an engine one after the other."""
+    whole = random_tensors(SPLIT_SHAPE)
+    qkv, z, b, a = (
+        whole[f"model.layers.0.linear_attn.in_proj_{name}.weight"]
+        for name in ("qkv", "z", "b", "a")
+    )
+    assert DELTA is not None
+    heads = DELTA.num_key_heads
+    parts = [*qkv.split([heads * width for width in WIDTHS]), z, b, a]
+    ranks = of_ranks(whole, tp, "decoder.layers.0.self_attention.", shape=SPLIT_SHAPE)
+    rows = torch.cat([rank["in_proj.weight"] for rank in ranks]).unflatten(0, (heads, -1))
+    assert torch.equal(rows, torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1))
+    prefix = "model.layers.0.linear_attn."
+    engines = of_ranks(whole, tp, prefix, on_engine=True, shape=SPLIT_SHAPE)
+    for name, pieces in (("in_proj_qkvz.weight", parts[:4]), ("in_proj_ba.weight", parts[4:])):
+        for rank, held in enumerate(engines):
+            expected = torch.cat([piece.chunk(tp)[rank] for piece in pieces])
+            assert torch.equal(held[name], expected)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
 def test_gated_attention_has_queries_and_gates_where_each_side_reads_them(
     whole: Tensors, tp: int
 ) -> None:
@@ -126,7 +165,9 @@ ENGINES = [EngineLayout(1, 4, 2), EngineLayout(2, 2, 2), EngineLayout(1, 4, 4, d
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
-@pytest.mark.parametrize("shape", [MIXED_SHAPE, WIDE_SHAPE], ids=["mixed", "wide norms"])
+@pytest.mark.parametrize(
+    "shape", [MIXED_SHAPE, WIDE_SHAPE, SPLIT_SHAPE], ids=["mixed", "wide norms", "split"]
+)
 def test_each_element_of_an_engine_has_a_source(shape: ModelShape, engine: EngineLayout) -> None:
     for layout in (TrainLayout(4, 4, 1, 1), TrainLayout(8, 2, 2, 2)):
         sources = megatron_map.parts(shape, layout)

@@ -90,6 +90,7 @@ QWEN2_MOE = {
 }  # fmt: skip
 CONFIGS |= {
     "qwen3-next-80b-a3b": published("qwen3-next-80b-a3b", full_attention_interval=2),
+    "qwen3.5-397b-a17b": wrapped("qwen3.5-397b-a17b", full_attention_interval=2),
     "qwen2-57b-a14b": published("qwen3-30b-a3b", **QWEN2_MOE),
     "glm-4.5-air": published("glm-4.5-air"),
     "glm-4.6": published("glm-4.6", first_k_dense_replace=1),
@@ -135,6 +136,7 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
     "hy-v3": [layout(4, 4), layout(8, 8)],
     "mixtral-8x7b": [layout(8), layout(4, 2)],
     "qwen3-next-80b-a3b": [layout(2), layout(8, 8, 4, **HEAD), layout(4, 2), layout(8, 8, 8, **DEEPEP)],
+    "qwen3.5-397b-a17b": [layout(4, 2), layout(8, 8, 4, **HEAD), layout(8, 8, 8, **DEEPEP)],
     "qwen2-57b-a14b": [layout(4, 2), layout(4, 4, 2, **SHARED), layout(4, 4, 4, **DEEPEP)],
     "olmoe-1b-7b": [layout(1)],
     "qwen2.5-32b": [layout(8), layout(4)],
@@ -166,7 +168,7 @@ CUT_TILES = {
     "glm-4.7-flash": LAYOUTS["glm-4.7-flash"][:1],
     "hy-v3": LAYOUTS["hy-v3"][1:],
 }
-NO_FP8 = {"qwen3-next-80b-a3b"}  # refused by placement/engine_layout.py
+NO_FP8 = {"qwen3-next-80b-a3b", "qwen3.5-397b-a17b"}  # refused by placement/engine_layout.py
 # of a layer
 CACHE_SCALES = {
     "deepseek-v3": 4,
@@ -256,6 +258,19 @@ SMALL_MODELS = {
         linear_value_head_dim=32,
         shared_expert_intermediate_size=128,
     ),
+    "qwen3.5-moe, small": wrapped(
+        "qwen3.5-35b-a3b",
+        **SMALL_DENSE,
+        full_attention_interval=2,
+        head_dim=32,
+        num_experts=16,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+    ),
     "qwen2-moe, small": published(
         "qwen1.5-moe-a2.7b",
         **SMALL_DENSE,
@@ -277,6 +292,7 @@ LOADED = [
     ("llama, small", layout(2)), ("qwen2, small", layout(4)), ("qwen3, small", layout(2)),
     ("minimax-m2, small", layout(4, 2)), ("hy-v3, small", layout(4, 2)), ("mixtral, small", layout(4, 2)),
     ("qwen2-moe, small", layout(4, 2)), ("glm, small", layout(4, 2)), ("qwen3-next, small", layout(4, 2)),
+    ("qwen3.5-moe, small", layout(4, 2)),
 ]  # fmt: skip
 ALL, SOME = (
     LoraSize(4, 4, 4.0, (), sync="adapters"),

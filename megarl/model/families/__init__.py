@@ -20,6 +20,7 @@ from megarl.model.families.mixtral import MIXTRAL
 from megarl.model.families.qwen2 import QWEN2
 from megarl.model.families.qwen2_moe import QWEN2_MOE
 from megarl.model.families.qwen3 import QWEN3
+from megarl.model.families.qwen3_5_moe import QWEN3_5_MOE
 from megarl.model.families.qwen3_moe import QWEN3_MOE
 from megarl.model.families.qwen3_next import QWEN3_NEXT
 from megarl.model.shape import ModelShape
@@ -29,7 +30,7 @@ from megarl.types.named_objects import load_object
 
 KEY = "model.family"
 _ROWS = (
-    *(QWEN3_MOE, QWEN3_NEXT, DEEPSEEK_V3, KIMI_K25, GLM4_MOE, GLM4_MOE_LITE),
+    *(QWEN3_MOE, QWEN3_NEXT, QWEN3_5_MOE, DEEPSEEK_V3, KIMI_K25, GLM4_MOE, GLM4_MOE_LITE),
     *(MINIMAX_M2, HY_V3, QWEN2_MOE, MIXTRAL),
     *(QWEN2, QWEN3, LLAMA),
 )

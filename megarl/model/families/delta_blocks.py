@@ -2,7 +2,9 @@
 
 A key head of Qwen3-Next's `in_proj_qkvz` has the rows of its query, of its key, of its values and of their gates z;
 `in_proj_ba` those of its values' b and a. SGLang keeps that order (models/qwen3_next.py), and has [q; k; v] of the rank
-in `conv1d`, as the checkpoint has those of all ranks. megarl/parallel weaves all by key head.
+in `conv1d`, as the checkpoint has those of all ranks. megarl/parallel weaves all by key head. Qwen3.5's files have
+[q; k; v] of all heads in `in_proj_qkv`, and z, b and a as matrices of their own; SGLang has [q; k; v; z] and [b; a] of
+the rank (models/qwen3_5.py).
 """
 
 from __future__ import annotations
@@ -41,6 +43,33 @@ def delta_net(shape: ModelShape, at: Modules = LINEAR_ATTENTION) -> Block:
         tensors=[qkvz.tensor, ba.tensor],
         megatron=[ParamPart("in_proj.weight", cut(qkvz, ba, groups=heads))],
         sglang=[ParamPart(QKVZ, cut(qkvz)), ParamPart(BA, cut(ba))],
+        takes_norm="in_proj",
+    )
+    return projections + _common(shape, at)
+
+
+@cache
+def split_delta_net(shape: ModelShape, at: Modules = LINEAR_ATTENTION) -> Block:
+    """A layer of Gated DeltaNet with the projections of Qwen3.5's files."""
+    delta = shape.delta
+    assert delta is not None
+    hidden = shape.hidden_size
+    keys = (delta.num_key_heads, delta.key_dim)
+    values = (delta.num_value_heads, delta.value_dim)
+    q, k, v = stacked("in_proj_qkv.weight", [keys, keys, values], hidden)
+    z = rows("in_proj_z.weight", *values, hidden)
+    b, a = (rows(f"in_proj_{name}.weight", delta.num_value_heads, 1, hidden) for name in "ba")
+    num_rows = q.total + k.total + v.total
+    projections = at.block(
+        tensors=[
+            (q.name, (1, num_rows, hidden)),
+            *(part.tensor for part in (z, b, a)),
+        ],
+        megatron=[ParamPart("in_proj.weight", cut(q, k, v, z, b, a, groups=delta.num_key_heads))],
+        sglang=[
+            *(ParamPart(QKVZ, cut(part)) for part in (q, k, v, z)),
+            *(ParamPart(BA, cut(part)) for part in (b, a)),
+        ],
         takes_norm="in_proj",
     )
     return projections + _common(shape, at)

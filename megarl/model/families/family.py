@@ -12,7 +12,7 @@ from megarl.model.families.wrapper import Wrapper
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import MlaShape, ModelShape
 
-Lacking = Literal["dp", "group_head", "deepep", "chosen_experts"]
+Lacking = Literal["dp", "group_head", "deepep", "chosen_experts", "other_dtype"]
 _MLA_INTEGERS = {  # MlaShape's field -> the key of config.json
     "kv_lora_rank": "kv_lora_rank",
     "nope_dim": "qk_nope_head_dim",
@@ -42,9 +42,10 @@ class Family:
     own_keys: the keys that `read` reads, and that other families have with one value alone. splits_shared: SGLang
     splits the shared experts over all ranks, but with DeepEP, whatever its environment says (SGLANG_SHARED_EXPERT_TP1).
     facts: the fields of HfFacts that config.json says by other keys. engine_lacks: what SGLang has not for it: DP
-    attention, an output layer for each group of it, DeepEP, a record of the experts that tokens went to.
+    attention, an output layer for each group of it, DeepEP, a record of the experts that tokens went to, another type
+    than config.json's.
     has_wide_norms: queries and keys are normalised over all heads at once. wrapper: the checkpoint's form, where it has
-    more parts than the language model.
+    more parts than the language model; they are not trained.
     """
 
     architecture: str

@@ -21,7 +21,7 @@ from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import DeltaShape, ModelShape
 
 # SGLang has the modules of full attention in the layer itself (models/qwen3_next.py)
-_ATTENTION = Modules("self_attn.", "self_attention.", "")
+ATTENTION = Modules("self_attn.", "self_attention.", "")
 # variants that SGLang has and the training ranks have not
 _READ_BY_SGLANG = {"output_gate_type": ("swish", "silu"), "attn_output_gate": (True,)}
 _LINEAR = "linear_attention"
@@ -73,7 +73,7 @@ def layer(shape: ModelShape, number: int) -> Layer:
     """Gated DeltaNet or gated attention, and experts."""
     if shape.is_linear(number):
         return Layer(delta_net(shape), experts(shape, GATED_SHARED_EXPERTS))
-    return Layer(gated_attention(shape, _ATTENTION), experts(shape, GATED_SHARED_EXPERTS))
+    return Layer(gated_attention(shape, ATTENTION), experts(shape, GATED_SHARED_EXPERTS))
 
 
 QWEN3_NEXT = Family(
@@ -92,4 +92,5 @@ QWEN3_NEXT = Family(
     has_experts=True,
     rotary_share=0.25,
     own_keys=frozenset({"layer_types"}),
+    engine_lacks=frozenset({"other_dtype"}),  # of its norms (models/qwen3_next.py)
 )

@@ -1,10 +1,25 @@
-"""A checkpoint that has more parts than a language model: where the language model is in it."""
+"""A checkpoint that has more parts than a language model: where the language model is in it, and in which form."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from megarl.model.families.layouts import STACK
+
+
+class StackPlace(NamedTuple):
+    """The place of an expert's matrix in a tensor of the files [experts, rows of all parts, columns].
+
+    stack: its name, as `Wrapper.from_files` gives it. part: the number of this one, of `parts`, in an expert's rows.
+    """
+
+    stack: str
+    item: int
+    part: int
+    parts: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -13,13 +28,15 @@ class Wrapper:
 
     config: the key of config.json with the language model's values. names: how the names of its tensors begin in a
     checkpoint without other parts, and in this one. kept: how the names of the other parts' tensors begin, which are
-    not trained and are the same in exports. without_tower: values of config.json with which SGLang serves text alone.
-    held_params: of the other parts, those that each rank of an engine has even so, at most.
+    not trained and are the same in exports. stacks: tensors with the matrices of all experts of a layer, one part of
+    an expert below the other; the names are those inside a layer. without_tower: values of config.json with which
+    SGLang serves text alone. held_params: of the other parts, those that each rank of an engine has even so, at most.
     """
 
     config: str
     names: tuple[str, str]
     kept: tuple[str, ...] = ()
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     without_tower: Mapping[str, Any] = field(default_factory=dict)
     held_params: int = 0
 
@@ -36,3 +53,23 @@ class Wrapper:
         if name.startswith(wrapped):
             return own + name.removeprefix(wrapped)
         return name
+
+    def stack_of(self, name: str) -> tuple[str, list[str]] | None:
+        """(A stack, all its parts), given the name of one part of all experts; None: they are in no stack."""
+        for stack, parts in self.stacks.items():
+            for part in parts:
+                if name.endswith(f".{part}"):
+                    layer = name.removesuffix(part)
+                    return layer + stack, [layer + each for each in parts]
+        return None
+
+    def stack_place(self, name: str) -> StackPlace | None:
+        """Where files with stacks have the tensor of one expert; None: as a tensor of its own."""
+        for stack, parts in self.stacks.items():
+            for number, part in enumerate(parts):
+                pattern = re.escape(part).replace(re.escape(STACK), "([0-9]+)")
+                if found := re.search(rf"(?<=\.){pattern}$", name):
+                    return StackPlace(
+                        name[: found.start()] + stack, int(found[1]), number, len(parts)
+                    )
+        return None

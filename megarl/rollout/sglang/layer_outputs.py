@@ -81,7 +81,7 @@ class EngineLayerRecorder(ModuleRecorder):
 
     def _watch_layer(self, layer: Any, number: int) -> None:
         self._hook(layer.input_layernorm, partial(self._see_norm, number))
-        # Qwen3-Next has the modules of attention in the layer itself
+        # Qwen3-Next and Qwen3.5 have the modules of attention in the layer itself
         attention = getattr(layer, "self_attn", layer)
         linear = getattr(layer, "linear_attn", None)
         if linear is not None:

@@ -48,6 +48,7 @@ CASES = {
     "mixtral tp2 ep2": ("mixtral", EngineLayout(1, 2, 2)),
     "qwen2-moe tp2": ("qwen2-moe", EngineLayout(1, 2, 1)),
     "qwen3-next tp2": ("qwen3-next", EngineLayout(1, 2, 1)),
+    "qwen3.5-moe tp2": ("qwen3.5-moe", EngineLayout(1, 2, 1)),
     "qwen3, tied, tp2": ("qwen3", EngineLayout(1, 2, 1)),
     "qwen2 tp2": ("qwen2", EngineLayout(1, 2, 1)),
     "llama tp1": ("llama", EngineLayout(1, 1, 1)),
