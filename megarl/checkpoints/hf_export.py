@@ -83,7 +83,7 @@ def export_hf(job: Export, params: NamedTensors, store: Store) -> Path:
     agreement = Agreement(
         PrefixStore("agree", store), job.rank, job.layout.world_size, job.timeout_s
     )
-    files = plan_files(job.shape, job.dtype, job.file_bytes, stacks=not job.fp8)
+    files = plan_files(job.shape, job.dtype, job.file_bytes, stacks=not job.precision.is_quantised)
     folder = Path(job.folder)
     unfinished = folder.with_name(folder.name + ".unfinished")
     waves = [f"wave {index}" for index in range(math.ceil(len(files) / job.layout.world_size))]

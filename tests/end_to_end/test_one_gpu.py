@@ -170,6 +170,25 @@ def test_a_run_of_latent_attention_with_an_fp8_cache(
     check(steps_of(launch, tmp_path, cache, family="deepseek-v3", **LATENT), 0.2)
 
 
+# as wide as the published models' heads
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3-next": {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "minimax-m2": {"head_dim": 128},
+}
+
+
+@pytest.mark.skipif(not ON_GPU, reason="SGLang's kernels of these families run on a GPU")
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_a_run_of_attention_of_other_kinds(launch: Callable, tmp_path: Path, family: str) -> None:
+    """Unverified on a GPU.
+
+    resharding/sglang_map.py: the parameters of SGLang's gated and linear attention and of its norms over all heads,
+    where its own kernels run in place of our stand-ins for CPU (cpu/sglang_delta_net.py). To check first: the byte
+    comparison after the first reshard, then the logprob gap, with prompts of unequal lengths.
+    """
+    check(steps_of(launch, tmp_path, family=family, **OF_FAMILIES[family]), 0.05)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="SGLang's draft models run on a GPU")
 @pytest.mark.parametrize("mtp_loss", [0.0, 0.1])
 def test_a_run_with_drafts(launch: Callable, tmp_path: Path, mtp_loss: float) -> None:

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of two families, written without transformers, whose versions differ between machines."""
+"""Tiny checkpoints of some families, written without transformers, whose versions differ between machines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,38 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 64,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 50000.0,
+        "rms_norm_eps": 1e-2,
+        # layers of both kinds
+        "full_attention_interval": 2,
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+    },
+    "minimax-m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 50000.0,
+        "rotary_dim": 16,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+    },
 }
+# whose norms multiply by 1 + weight, but for those behind linear attention
+WITH_CENTRED_NORMS = {"qwen3-next"}
 
 
 def write(folder: Path, family: str, **changes: Any) -> Path:
@@ -76,6 +107,10 @@ def write(folder: Path, family: str, **changes: Any) -> Path:
     tensors = {
         name: _values(name, size, generator) for name, size in sorted(hf_tensors(shape).items())
     }
+    if family in WITH_CENTRED_NORMS:
+        for name, tensor in tensors.items():
+            if "norm" in name and "linear_attn" not in name:
+                tensor -= 1
     tensors |= {copy: tensors[name].clone() for copy, name in aliases(shape).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

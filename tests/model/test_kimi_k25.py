@@ -13,6 +13,7 @@ import pytest
 from megarl.checkpoints.hf_export import Export, exported_config
 from megarl.checkpoints.quantised import file_bytes
 from megarl.model.hf_config import end_token_ids, hf_facts, model_shape
+from megarl.model.precision import PLAIN, Precision
 from megarl.model.quantisation import KEY
 from megarl.model.tensors import hf_tensors, is_projection
 from megarl.placement.engine_layout import EngineLayout
@@ -89,7 +90,18 @@ def test_the_exported_config_is_the_published_one_with_the_exports_formats(
 ) -> None:
     shape = model_shape(write(tmp_path))
     layout = TrainLayout(1, 1, 1, 1)
-    job = Export("", "", shape, layout, 0, False, "bfloat16", 1, 1.0, fp8=fp8)
+    job = Export(
+        "",
+        "",
+        shape,
+        layout,
+        0,
+        False,
+        "bfloat16",
+        1,
+        1.0,
+        precision=Precision("fp8") if fp8 else PLAIN,
+    )
     config = exported_config(PUBLISHED | {KEY: TEXT[KEY]}, job)
     (tmp_path / "config.json").write_text(json.dumps(config))
     quantisation = hf_facts(tmp_path).quantisation

@@ -19,7 +19,7 @@ from tests.resharding.test_real_engines import CONFIGS
 NEVER = re.compile(
     r"norm\.weight$|layernorm\.weight$|enorm|hnorm|\.bias$|embed_tokens|lm_head|e_score_correction_bias$|eh_proj"
     r"|(mlp|block_sparse_moe)\.gate\.weight$|router\.gate\.weight$|expert_bias$|shared_expert_gate"
-    r"|linear_attn\.(A_log|dt_bias|conv1d|in_proj_ba)|mtp\.fc"
+    r"|linear_attn\.(A_log|dt_bias|conv1d|in_proj_ba|in_proj_[ab]\b)|mtp\.fc"
 )
 SHARED = re.compile(r"\.(shared_experts?|shared_mlp)\.(gate|up|down)_proj\.weight$")
 
