@@ -20,6 +20,7 @@ from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
 from megarl.plan.fit import RANKS_OF_LONGEST, are_valid, split_budget
 from megarl.plan.optimizer_memory import smaller_states
+from megarl.training.flops import layers_beside
 
 Overlay = dict[str, Any]
 # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
@@ -95,11 +96,12 @@ def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     recipe_layout = train_layout(recipe)
     shape = resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
+    extra_layers = layers_beside(shape, trains_mtp=recipe.train.mtp_loss > 0)
     for tp, cp in product(divisors(recipe.placement.gpus_per_node), divisors(recipe_layout.cp)):
         stage_ranks = divisors(recipe_layout.world_size // (tp * cp))
         pipelines = [(pp, vpp) for pp in stage_ranks for vpp in _chunk_counts(shape, pp)]
         for (pp, vpp), ep in product(pipelines, experts):
-            stages = _stage_layers(recipe_layout, shape, pp, vpp)
+            stages = _stage_layers(recipe_layout, shape, pp, vpp, extra_layers)
             if stages is None:
                 continue
             overlay = {
@@ -202,11 +204,11 @@ def _chunk_counts(shape: ModelShape, pp: int) -> list[int]:
 
 
 def _stage_layers(
-    recipe_layout: TrainLayout, shape: ModelShape, pp: int, vpp: int
+    recipe_layout: TrainLayout, shape: ModelShape, pp: int, vpp: int, extra_layers: float
 ) -> tuple[int, ...] | None:
-    """layers_per_stage of pp x vpp stages: the recipe's own, or even, or the last ones shorter; None: too uneven.
+    """layers_per_stage of pp x vpp stages: the recipe's own, or even, or some shorter by a layer; None: too uneven.
 
-    The last stages have the output layer besides.
+    extra_layers: what the last pipeline rank computes besides, in layers. The last stage may have no layer at all.
     """
     stages = pp * vpp
     layers = shape.num_layers
@@ -215,15 +217,31 @@ def _stage_layers(
     if stages > layers:
         return None
     most = -(-layers // stages)
-    shorter = most * stages - layers
-    if shorter:
-        stage_layers = (most,) * (stages - shorter) + (most - 1,) * shorter
-    else:
-        stage_layers = ()
-    layout = TrainLayout(stages, 1, pp, 1, vpp=vpp, stage_layers=stage_layers)
-    fullest = max(
-        sum(len(layout.layers(rank, layers, chunk)) for chunk in range(vpp)) for rank in range(pp)
-    )
-    if min(stage_layers, default=1) and fullest * pp <= MOST_UNEVEN * layers:
+    if most * stages == layers:
+        return ()
+    stage_layers = _shortened(pp, vpp, most, most * stages - layers, extra_layers)
+    fullest = max(sum(stage_layers[rank::pp]) for rank in range(pp))
+    if fullest * pp <= MOST_UNEVEN * layers:
         return stage_layers
     return None
+
+
+def _shortened(
+    pp: int, vpp: int, most: int, num_missing: int, extra_layers: float
+) -> tuple[int, ...]:
+    """Stages of `most` layers, of which the pipeline rank with the most work gives one away, so many times."""
+    last = pp * vpp - 1
+    stage_layers = [most] * (last + 1)
+    stage_work = [*stage_layers[:last], most + extra_layers]
+    for _ in range(num_missing):
+        rank_work = [sum(stage_work[rank::pp]) for rank in range(pp)]
+        can_give = [
+            stage
+            for stage, layers in enumerate(stage_layers)
+            if layers > 1 or (layers and stage == last)
+        ]
+        # of equals the last one, whose activations wait for the fewest micro-batches
+        giver = max(can_give, key=lambda stage: (rank_work[stage % pp], stage_work[stage], stage))
+        stage_layers[giver] -= 1
+        stage_work[giver] -= 1
+    return tuple(stage_layers)

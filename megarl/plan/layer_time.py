@@ -27,7 +27,7 @@ from megarl.plan.expert_exchange import (
 from megarl.types import RecomputedPart
 
 _WEIGHT_BYTES = 2
-# Assumptions, which bring the published figures in tests/plan/test_layer_time.py within 18 %.
+# Assumptions, which bring the published figures in tests/plan/test_layer_time.py within 19 %.
 # of a layer's kernels in one forward pass of a micro-batch, however small; backward is twice that
 LAYER_S = 1e-3
 # of a layer with experts: the host waits before a forward all-to-all for the number of tokens
@@ -112,11 +112,6 @@ class RankLayers:
             sum(len(layout.layers(rank, layers, chunk)) for chunk in chunks) * layout.pp / layers
             for rank in range(layout.pp)
         ]
-
-    @property
-    def unevenness(self) -> float:
-        """The load of the fullest pipeline rank: the others wait for it."""
-        return max(self.stage_loads)
 
     def exchanges(self, tokens: float) -> ExchangeTime:
         """Seconds of a forward pass over so many tokens of a data-parallel rank; TP cuts dense and shared MLPs, too."""

@@ -28,6 +28,7 @@ from megarl.plan.rollout_time import RolloutTime
 from megarl.training.flops import (
     TRAIN_OVER_FORWARD,
     module_forward_flops,
+    output_forward_flops,
     total_forward_flops,
 )
 from megarl.types import IntArray, RecomputedPart
@@ -94,7 +95,9 @@ class ComputingModel:
     memory changes hands.
     parameters: of the whole model that are trained. frozen_bytes: of the weights, where adapters are trained; 0
     otherwise. expert_grads_bytes: of grads_bytes, those of experts, which have other replicas. sums_beside: gradients
-    are summed beside the backward pass of an update's last micro-batch.
+    are summed beside the backward pass of an update's last micro-batch. trains_mtp: the layers of multi-token
+    prediction. keeps_logits: all of a micro-batch, for its backward pass, and not a
+    chunk of them at a time, as parallel/logprobs.py.
     """
 
     layers: RankLayers
@@ -110,6 +113,8 @@ class ComputingModel:
     frozen_bytes: float = 0.0
     expert_grads_bytes: float = 0.0
     sums_beside: bool = False
+    trains_mtp: bool = False
+    keeps_logits: bool = False
 
     @property
     def hardware(self) -> Hardware:
@@ -127,29 +132,54 @@ class ComputingModel:
     def forward_s(self, updates: int | None = None) -> float:
         """Seconds of one forward pass over the samples of so many of the step's updates, or of all.
 
-        The pipeline fills and drains once, and all stages wait for the one with the most layers.
+        The pipeline fills and drains once, and all stages wait for the slowest one.
         """
         of_all = self.share.updates
         num = of_all if updates is None else updates
         if not num:
             return 0.0
-        once_s = num / of_all * self._mean_stage_s(1, 0)
-        return (1 + self.share.bubble / num) * self.layers.unevenness * once_s
+        slowest_s = num / of_all * max(self._stages_s(1, 0))
+        return (1 + self.share.bubble / num) * slowest_s
 
     @property
     def updates_s(self) -> float:
         """Forward, again where it is recomputed, and backward: all stages wait for the slowest one."""
-        once_s = self._mean_stage_s(1, 1)
-        stages_s = [
-            load * (once_s + self._again_s(parts, once_s))
+        again_s = [
+            load * self._again_s(parts)
             for load, parts in zip(self.layers.stage_loads, self.recomputed, strict=True)
         ]
+        stages_s = [sum(parts_s) for parts_s in zip(self._stages_s(1, 1), again_s, strict=True)]
         return (1 + self.share.bubble) * max(stages_s)
 
-    def _again_s(self, parts: frozenset[RecomputedPart], once_s: float) -> float:
+    def _stages_s(self, forwards: int, backwards: int) -> list[float]:
+        """So many passes of each pipeline rank, without the bubble; the last one has the output layer besides.
+
+        Where multi-token prediction is trained, the last one has its layers too.
+        """
+        layers_s = self._mean_layers_s(forwards, backwards)
+        stages_s = [load * layers_s for load in self.layers.stage_loads]
+        logits_again = int(backwards > 0 and not self.keeps_logits)
+        flops = self._output_flops(forwards + logits_again, backwards)
+        if backwards and self.trains_mtp:
+            shape = self.layers.shape
+            num_predicted = shape.num_mtp_layers
+            of_layer_s = layers_s * self.layers.layout.pp / shape.num_layers
+            stages_s[-1] += num_predicted * of_layer_s
+            # the output layer once more for each of them
+            flops *= 1 + num_predicted
+        of_stage = self._reached / self.layers.layout.pp
+        stages_s[-1] += flops / of_stage / self.share.balance
+        return stages_s
+
+    def _output_flops(self, forwards: int, backwards: int) -> float:
+        """Of the output layer."""
+        flops = self._computed(partial(output_forward_flops, self.layers.shape))
+        return self._passes(forwards, backwards) * flops
+
+    def _again_s(self, parts: frozenset[RecomputedPart]) -> float:
         """What a mean stage takes more where it computes these parts again."""
         if "layer" in parts:
-            return self._mean_stage_s(2, 1) - once_s
+            return self._mean_layers_s(2, 1) - self._mean_layers_s(1, 1)
         return sum(map(self._part_s, parts))
 
     def _part_s(self, part: RecomputedPart) -> float:
@@ -176,8 +206,8 @@ class ComputingModel:
         world_size = self.layers.layout.world_size
         return world_size * self.hardware.bf16_flops * self.hardware.compute_share
 
-    def _mean_stage_s(self, forwards: int, backwards: int) -> float:
-        """So many passes of the ranks of a mean pipeline stage, without the bubble.
+    def _mean_layers_s(self, forwards: int, backwards: int) -> float:
+        """So many passes of the layers of a mean pipeline rank, without the bubble.
 
         Products, exchanges less what is hidden of them, and each micro-batch, with what it costs in `RankLayers`.
         """
@@ -188,7 +218,9 @@ class ComputingModel:
         if layers.overlaps:
             exchanges_s -= self._hidden_s(exchanges.experts, forwards, backwards)
         each = layers.micro_batch_s(self.weights_bytes, self.grads_bytes, forwards, backwards)
-        seconds = (self._products_s(forwards, backwards) + exchanges_s) / share.balance
+        products_s = self._products_s(forwards, backwards)
+        products_s -= self._output_flops(forwards, backwards) / self._reached
+        seconds = (products_s + exchanges_s) / share.balance
         return seconds + share.updates * share.micro_batches * each
 
     @property
@@ -349,6 +381,7 @@ def _computing(
         frozen_bytes=frozen * size.weight_bytes,
         expert_grads_bytes=sum(chunk.expert for chunk in size.stages[fullest]) * GRADIENT_BYTES,
         sums_beside=train.ddp.get("overlap_grad_reduce", True),
+        trains_mtp=train.mtp_loss > 0,
     )
 
 

@@ -127,6 +127,27 @@ def module_forward_flops(shape: ModelShape, lengths: IntArray) -> dict[str, floa
     return flops | {"core_attn": 2.0 * core}
 
 
+def output_forward_flops(shape: ModelShape, lengths: IntArray) -> float:
+    """Of a forward pass over all sequences, the operations of the output layer; it is part of `total_forward_flops`."""
+    return 2.0 * float(lengths.sum()) * _output_multiply_adds(shape)
+
+
+def layers_beside(shape: ModelShape, *, trains_mtp: bool) -> float:
+    """What the last pipeline rank computes beside its layers, in the operations of a mean layer at a short length.
+
+    The output layer, and where multi-token prediction is trained, its layers with the output layer once more for each.
+    """
+    of_output = _output_multiply_adds(shape)
+    of_layers = _multiply_adds(shape)[0] - of_output
+    num_predicted = shape.num_mtp_layers * trains_mtp
+    return num_predicted + (1 + num_predicted) * of_output * shape.num_layers / of_layers
+
+
+def _output_multiply_adds(shape: ModelShape) -> int:
+    """For each token."""
+    return shape.hidden_size * (shape.num_labels or shape.vocab_size)
+
+
 def _up_projections(shape: ModelShape) -> int:
     """Multiply-adds for each token of a layer's latent attention, from compressed queries, keys and values."""
     mla = shape.mla
@@ -149,9 +170,7 @@ def _multiply_adds(shape: ModelShape) -> tuple[int, int]:
     num_full = shape.num_layers - shape.num_linear_layers
     linear = num_full * attention + shape.num_linear_layers * sum(_linear_attention(shape))
     linear += dense * 3 * hidden * shape.ffn_size
-    linear += shape.num_sparse_layers * sparse_layer + hidden * (
-        shape.num_labels or shape.vocab_size
-    )
+    linear += shape.num_sparse_layers * sparse_layer + _output_multiply_adds(shape)
     return linear, num_full * per_pair
 
 

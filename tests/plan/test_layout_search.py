@@ -236,11 +236,18 @@ def test_sizes_added_up_are_megatrons(
         assert composed(exact, changed, parts) == exact
 
 
-@given(layers=st.integers(1, 100), pp=st.sampled_from([1, 2, 4, 8, 16]), vpp=st.integers(1, 4))
-def test_stages_hold_all_layers_and_differ_little(layers: int, pp: int, vpp: int) -> None:
+@given(
+    layers=st.integers(1, 100),
+    pp=st.sampled_from([1, 2, 4, 8, 16]),
+    vpp=st.integers(1, 4),
+    extra=st.floats(0, 5),
+)
+def test_stages_hold_all_layers_and_differ_little(
+    layers: int, pp: int, vpp: int, extra: float
+) -> None:
     shape = ModelShape(layers, 64, 4, 4, 16, 300)
     stage_layers = candidates._stage_layers(
-        TrainLayout(16, 1, 1, 1), shape, pp, vpp if pp > 1 else 1
+        TrainLayout(16, 1, 1, 1), shape, pp, vpp if pp > 1 else 1, extra
     )
     if stage_layers is None:
         return
@@ -252,14 +259,24 @@ def test_stages_hold_all_layers_and_differ_little(layers: int, pp: int, vpp: int
     ]
     assert sum(held) == layers
     assert max(held) <= candidates.MOST_UNEVEN * layers / pp
+    if pp > 1:
+        assert held[-1] <= min(held[:-1])
 
 
 def test_the_recipes_own_stages_stay() -> None:
     shape, stages = ModelShape(61, 64, 4, 4, 16, 300), (4,) * 13 + (3,) * 3
     layout = TrainLayout(16, 1, 16, 1, stage_layers=stages)
-    assert candidates._stage_layers(layout, shape, 16, 1) == stages
-    assert candidates._stage_layers(layout, shape, 8, 1) == (8,) * 5 + (7,) * 3
-    assert candidates._stage_layers(layout, shape, 32, 2) is None  # 64 stages
+    assert candidates._stage_layers(layout, shape, 16, 1, 0.0) == stages
+    assert candidates._stage_layers(layout, shape, 8, 1, 0.0) == (8,) * 5 + (7,) * 3
+    assert candidates._stage_layers(layout, shape, 32, 2, 0.0) is None  # 64 stages
+
+
+def test_the_last_stage_has_fewer_layers_beside_output_and_prediction_layers() -> None:
+    shape, layout = ModelShape(61, 64, 4, 4, 16, 300), TrainLayout(16, 1, 1, 1)
+    assert candidates._stage_layers(layout, shape, 8, 1, 1.5) == (8,) * 6 + (7, 6)
+    assert candidates._stage_layers(layout, shape, 8, 1, 4.0) == (8,) * 7 + (5,)
+    assert candidates._stage_layers(layout, shape, 16, 2, 1.5) == (2,) * 30 + (1, 0)
+    assert candidates._stage_layers(layout, shape, 16, 2, 4.0) == (*[2] * 15, 1, *[2] * 15, 0)
 
 
 def test_virtual_stages_are_tried_as_far_as_the_layers_reach() -> None:

@@ -22,7 +22,12 @@ from megarl.plan.layer_time import (
 )
 from megarl.plan.rollout_time import NO_ROLLOUT
 from megarl.plan.step_time import ComputingModel, TrainTime
-from megarl.training.flops import module_forward_flops, train_work
+from megarl.training.flops import (
+    forward_flops,
+    module_forward_flops,
+    output_forward_flops,
+    train_work,
+)
 from tests.plan import recipes as planning
 from tests.plan.plans import EXPERTS_BYTES, SHAPE
 
@@ -34,12 +39,24 @@ MODEL = ComputingModel(
     LAYERS, SAMPLES, RankWork(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), [frozenset()] * 2, False, True, 2e9, 4e9, 3e9, 10**9,
     expert_grads_bytes=1e9,
 )  # fmt: skip
+REACHED = 16 * 989.4e12 * CARD.compute_share
+
+
+def output_s(lengths: np.ndarray, passes: int) -> float:
+    """Of the output layer, as if all pipeline ranks had a part of it."""
+    return passes * output_forward_flops(SHAPE, lengths) / REACHED
+
+
+def last_stage_s(products: float, lengths: np.ndarray) -> float:
+    """Products of the last of two pipeline ranks in an update, whose backward pass computes the logits again."""
+    return products - output_s(lengths, 3) + 2 * output_s(lengths, 4)
 
 
 def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_and_imbalance() -> (
     None
 ):
-    products = 8 * train_work(SHAPE)(100) / (16 * 989.4e12 * CARD.compute_share)
+    lengths = np.full(8, 100)
+    products = last_stage_s(8 * train_work(SHAPE)(100) / REACHED, lengths)
     exchanges = LAYERS.exchanges(8 * 100 / 4)
     each = LAYERS.micro_batch_s(2e9, 4e9, 1, 1)
     learning = MODEL.learning_time()
@@ -47,9 +64,9 @@ def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_an
         1.25 * ((products + exchanges.total(1, 1)) / 0.8 + 2 * 4 * each)
     )
     again = replace(MODEL, recomputed=[frozenset({"layer"})] * 2).learning_time()
-    whole = (products * 4 / 3 + exchanges.total(2, 1)) / 0.8 + 2 * 4 * LAYERS.micro_batch_s(
-        2e9, 4e9, 2, 1
-    )
+    layers_again = 8 * forward_flops(SHAPE, 100) / REACHED - output_s(lengths, 1)
+    whole = (products + layers_again + exchanges.total(2, 1)) / 0.8
+    whole += 2 * 4 * LAYERS.micro_batch_s(2e9, 4e9, 2, 1)
     assert again.updates_s == pytest.approx(1.25 * whole)
 
 
@@ -57,7 +74,9 @@ def test_prompts_that_others_bring_are_not_computed() -> None:
     """Half of the samples of 100 tokens are computed from their prompt's 50 tokens on."""
     share = replace(MODEL.share, saved_prompts=0.5)
     work = train_work(SHAPE)
-    products = (8 * work(100) - 4 * work(50)) / (16 * 989.4e12 * CARD.compute_share)
+    computed = last_stage_s(8 * work(100) / REACHED, np.full(8, 100))
+    saved = last_stage_s(4 * work(50) / REACHED, np.full(4, 50))
+    products = computed - saved
     exchanges = LAYERS.exchanges((8 * 100 - 4 * 50) / 4).total(1, 1)
     each = LAYERS.micro_batch_s(2e9, 4e9, 1, 1)
     assert replace(MODEL, share=share).updates_s == pytest.approx(
@@ -92,8 +111,9 @@ def test_experts_weights_are_read_again_whether_they_are_trained_or_frozen() -> 
 
 def test_the_stage_that_computes_most_again_sets_the_pace_unless_it_has_fewer_layers() -> None:
     first = replace(MODEL, recomputed=[frozenset({"layer"}), frozenset()])
-    both = replace(MODEL, recomputed=[frozenset({"layer"})] * 2)
-    assert first.updates_s == pytest.approx(both.updates_s)
+    assert first.updates_s > MODEL.updates_s
+    second = replace(MODEL, recomputed=[frozenset(), frozenset({"layer"})])
+    assert second.updates_s > first.updates_s, "it has the output layer besides"
     shorter = replace(LAYERS, layout=replace(LAYOUT, stage_layers=(4, 6)))
     assert replace(first, layers=shorter).updates_s < first.updates_s
 
@@ -140,9 +160,22 @@ def test_shared_experts_are_hidden_behind_their_layers_exchange_in_every_pass() 
 
 
 def test_all_stages_wait_for_the_one_with_the_most_layers() -> None:
-    layout = replace(LAYOUT, stage_layers=(6, 4))
+    layout = replace(LAYOUT, stage_layers=(9, 1))
     uneven = replace(MODEL, layers=replace(LAYERS, layout=layout))
-    assert uneven.forward_s() == pytest.approx(MODEL.forward_s() * 6 / 5)
+    of_output_s = 1.125 * output_s(SAMPLES.lengths, 1) / 0.8
+    layers_s = MODEL.forward_s() - 2 * of_output_s
+    assert uneven.forward_s() == pytest.approx(layers_s * 9 / 5)
+
+
+def test_multi_token_prediction_is_a_layer_of_the_last_stage_and_its_logits() -> None:
+    """It computes beside no pass without gradients."""
+    shape = replace(SHAPE, num_mtp_layers=1)
+    predicting = replace(MODEL, layers=replace(LAYERS, shape=shape), trains_mtp=True)
+    of_output_s = 1.25 * 2 * output_s(SAMPLES.lengths, 4) / 0.8
+    layers_s = MODEL.updates_s - of_output_s
+    of_layer_s = layers_s * 2 / SHAPE.num_layers
+    assert predicting.updates_s == pytest.approx(MODEL.updates_s + of_layer_s + of_output_s)
+    assert predicting.forward_s() == MODEL.forward_s()
 
 
 def test_a_forward_pass_fills_the_pipeline_once_for_however_many_updates() -> None:
