@@ -16,7 +16,19 @@ from megarl.types.listed import ErrorIterator, Errors, listed
 
 WHERE = "rollout.engine.external"
 # of the engines that a run starts itself
-_OWN_KEYS = ("max_count", "tp", "ep", "dp", "fp8", "dense", "head", "experts", "draft", "sglang")
+_OWN_KEYS = (
+    "max_count",
+    "tp",
+    "ep",
+    "dp",
+    "fp8",
+    "dense",
+    "head",
+    "experts",
+    "place_experts",
+    "draft",
+    "sglang",
+)
 _ASKED_S = 10.0
 
 
