@@ -172,6 +172,9 @@ class EngineConfig(Branch):
     1, else engine."""
     experts: Literal["gather", "deepep"] = "gather"
     """All tokens go to all slots, or DeepEP sends each token to the slots of the experts that it chose."""
+    place_experts: bool = False
+    """Each reshard moves the experts to those slots of an engine over which the routes of the last rollout are even;
+    needs `train.replay: r3`."""
     draft: Annotated[int, Field(ge=0, le=3)] = 0
     """Speculative decoding: tokens that the model's MTP layer drafts in each step; 0: off."""
     sglang: dict[str, Any] = {}

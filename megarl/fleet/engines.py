@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from megarl import device
 from megarl.cluster.actor import Ref
 from megarl.cluster.failures import WorkerFailed
@@ -21,6 +24,7 @@ from megarl.recovery.engine_processes import EngineProcess, EngineProcesses
 from megarl.recovery.external_engines import ExternalEngineProcesses
 from megarl.rollout.load_balancing import RequestBalancer
 from megarl.samples.buffer import Entry, RolloutBuffer
+from megarl.samples.expert_load import ExpertLoad
 from megarl.types import FaultMember, Prompt, SilentFault
 from megarl.types.sampling import Sampling
 
@@ -135,6 +139,13 @@ class Engines:
     def versions(self) -> list[int]:
         """The version of the weights in each engine that is ready, as the engine states it."""
         return self._call(self.processes.ready, "version")
+
+    def take_expert_load(self) -> npt.NDArray[np.int64]:
+        """How many tokens chose each expert since the last call, [layers, experts], over all engines."""
+        load = ExpertLoad()
+        for counts_LE in self._call(self.processes.ready, "take_expert_load"):
+            load.merge(counts_LE)
+        return load.counts_LE
 
     def checksums(self) -> list[str]:
         """What external engines that are ready answer to `weights_checksum`."""

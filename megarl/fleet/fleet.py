@@ -19,6 +19,7 @@ from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.disk import while_answering
 from megarl.fleet.engines import Engines
+from megarl.fleet.expert_placement import ExpertPlacement
 from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import (
     AuxiliaryRanks,
@@ -131,6 +132,8 @@ class Fleet(TrainingFleet):
         # the last one into each engine, by its index
         self._copies: dict[int, PeerCopy] = {}
         self.engines.processes.weights = self
+        # None where no routes are known, or each rank has all experts
+        self._experts = ExpertPlacement.of(recipe, roles)
 
     def _start(self) -> None:
         """Wait until all processes are built; then the memory is as in the `rollout` phase."""
@@ -197,6 +200,8 @@ class Fleet(TrainingFleet):
         kept_share = None
         if trains_merged(self.roles.policy.recipe):
             kept_share = self.trainers.round_weights(version)
+        if self._experts:
+            readings |= self._experts.follow(self.engines.take_expert_load())
         payloads = self._publish(version)
         readings |= self.onload_for("rollout")
         # now, or a reshard that is repeated because a rank was lost in these lines would be of another version
@@ -240,6 +245,8 @@ class Fleet(TrainingFleet):
         for source in sources[:_MOST_SOURCES]:
             # a source that fails has told the target
             source.worker.call("send_copy", of_sources[source.index])
+        if self._experts:
+            of_target = {**of_target, "places": self._experts.places}
         call = target.worker.call("receive_copy", of_target, self.version)
         return {call: target.worker.name}
 
@@ -352,15 +359,18 @@ class Fleet(TrainingFleet):
         """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
         self.attempts += 1
         calls: dict[Ref, str] = {}
+        places = self._experts.places if self._experts else None
         for engine in self.engines.processes.engines:
             message = self._sessions.engine_message(
-                engine.index, version, self.attempts, not engine.has_session, steps
+                engine.index, version, self.attempts, not engine.has_session, steps, places
             )
             worker = engine.worker
             calls[worker.call("reshard", message, version)] = worker.name
         for rank, session in self._sessions.trainers.items():
             worker = self.trainers.workers[rank]
-            calls[worker.call("reshard", session, version, self.attempts, steps)] = worker.name
+            calls[worker.call("reshard", session, version, self.attempts, steps, places)] = (
+                worker.name
+            )
         return calls
 
     def load(self, folder: Path) -> None:

@@ -57,6 +57,7 @@ from megarl.preflight.prefix_checks import prefix_errors
 from megarl.preflight.reward_checks import reward_errors
 from megarl.rollout.sglang.arguments import latent_cache_errors, sglang_errors
 from megarl.rollout.sglang.drafts import draft_errors
+from megarl.rollout.sglang.expert_maps import place_errors
 from megarl.samples.parquet import SampleFile, open_samples
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, UserError, UserErrors
@@ -237,6 +238,7 @@ def _sglang(case: _Case) -> ErrorIterator:
     if shape and shape.mla:
         yield from latent_cache_errors(arguments)
     yield from draft_errors(case.recipe)
+    yield from place_errors(case.recipe)
 
 
 def _megatron(case: _Case) -> Errors:

@@ -25,6 +25,7 @@ _OWN_KEYS = (
     "dense",
     "head",
     "experts",
+    "place_experts",
     "draft",
     "sglang",
 )

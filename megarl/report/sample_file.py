@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from megarl.config import Recipe
 from megarl.printable import json_line
 from megarl.report.run_files import MOST_SAMPLE_BYTES
 from megarl.report.token_texts import TokenTexts
+from megarl.samples.expert_load import ExpertLoad
 from megarl.samples.parquet import open_samples
 from megarl.samples.summaries import source_of
 from megarl.types import Row, SampleGroup, episode_dict
@@ -46,7 +46,7 @@ def file_samples(path: Path, recipe: Recipe) -> FileSamples:
     file = open_samples(path)
     texts = TokenTexts(recipe.model.path)
     result = FileSamples(notes=texts.notes)
-    load = _ExpertLoad()
+    load = ExpertLoad()
     shown = _BoundedSamples(MOST_SAMPLE_BYTES)
     num_tokens = 0
     for step in range(1, file.num_steps + 1):
@@ -57,7 +57,7 @@ def file_samples(path: Path, recipe: Recipe) -> FileSamples:
                 is_kept = shown.add(line)
                 if is_kept and num_tokens <= _MOST_TOKENS:
                     line["rows"] = [_tokens(row, texts) for row in sample.rows]
-                load.add(sample.rows)
+                _count_experts(load, sample.rows)
     result.samples = shown.samples()
     if shown.every > 1:
         result.notes.append(f"{path} is large: one of {shown.every} samples is shown")
@@ -65,7 +65,7 @@ def file_samples(path: Path, recipe: Recipe) -> FileSamples:
         result.notes.append(
             f"{path} has {num_tokens:,} tokens: the first {_MOST_TOKENS:,} are shown"
         )
-    result.expert_load = load.shares()
+    result.expert_load = _shares(load)
     return result
 
 
@@ -132,30 +132,16 @@ def _tokens(row: Row, texts: TokenTexts) -> JsonObject:
     }
 
 
-class _ExpertLoad:
-    """How many tokens chose each expert of each layer."""
+def _count_experts(load: ExpertLoad, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.routed_experts is not None:
+            load.add(row.routed_experts)
 
-    def __init__(self) -> None:
-        self._counts = np.zeros((0, 0), np.int64)  # [layers, experts]
 
-    def add(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            if row.routed_experts is not None and row.routed_experts.size:
-                self._add(row.routed_experts)
-
-    def _add(self, experts: Any) -> None:
-        """experts: [T - 1, M, K]."""
-        num_layers = experts.shape[1]
-        num_experts = max(int(experts.max()) + 1, self._counts.shape[1])
-        counts = np.zeros((max(num_layers, self._counts.shape[0]), num_experts), np.int64)
-        counts[: self._counts.shape[0], : self._counts.shape[1]] = self._counts
-        for layer in range(num_layers):
-            chosen = experts[:, layer].ravel().astype(np.int64)
-            counts[layer] += np.bincount(chosen, minlength=num_experts)
-        self._counts = counts
-
-    def shares(self) -> list[list[float]] | None:
-        if not self._counts.size:
-            return None
-        mean = self._counts.mean(axis=1, keepdims=True)
-        return np.round(self._counts / np.maximum(mean, 1e-9), _DIGITS).tolist()
+def _shares(load: ExpertLoad) -> list[list[float]] | None:
+    """The tokens of each expert over their mean, by layer."""
+    counts_LE = load.counts_LE
+    if not counts_LE.size:
+        return None
+    mean = counts_LE.mean(axis=1, keepdims=True)
+    return np.round(counts_LE / np.maximum(mean, 1e-9), _DIGITS).tolist()

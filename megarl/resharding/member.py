@@ -8,6 +8,7 @@ group is discarded, and the next attempt writes everything again in a new one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
+from megarl.placement.expert_places import Places
 from megarl.resharding.agreement import Agreement, StageFailed, Vote, fail_stage, suspects_of
 from megarl.resharding.payloads import Params, PayloadName, make_payload
 from megarl.resharding.planner import Planner
@@ -97,6 +99,12 @@ class Member:
         )
         self.planner = Planner(session, self.payload)
         self._group: _OpenGroup | None = None
+        self._places: Places | None = None
+
+    def place(self, places: Places | None) -> None:
+        """The engines' experts have these places from the next exchange on, for all members; None: as numbered."""
+        self._places = places
+        self.planner.place(places)
 
     def run(
         self,
@@ -233,7 +241,13 @@ class Member:
     def _inputs(self, version: int) -> dict[str, str]:
         """The inputs that must be equal on all members."""
         inputs = {name: repr(getattr(self.session, name)) for name in _COMMON_SETTINGS}
-        return {"planner": str(PLANNER), "version": str(version), **inputs}
+        places = hashlib.blake2b(repr(self._places).encode(), digest_size=8).hexdigest()
+        return {
+            "planner": str(PLANNER),
+            "version": str(version),
+            "the digest of experts' places": places,
+            **inputs,
+        }
 
     def _join(self, key: str, ask: PeerCheck) -> None:
         """Replace the process group by that of this key; collective."""

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from megarl.model.lora_pairs import LoraSize, split_factors
+from megarl.placement.expert_places import Places
 from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.lora_scaling import Scaling
@@ -42,7 +43,17 @@ class Weights:
     def __init__(self, session: Session, params: Params) -> None:
         """params: of this member's training rank, with the factors of its adapters; empty where it has none."""
         self._session = session
+        self._places: Places | None = None
         self.sources, self._factors = split_factors(params)
+
+    def place(self, places: Places | None) -> bool:
+        """Let the engines' experts have these places from the next exchange on; whether they had others before."""
+        if places == self._places:
+            return False
+        self._places = places
+        for parts in ("source_parts", "target_parts"):
+            self.__dict__.pop(parts, None)
+        return True
 
     @cached_property
     def source_parts(self) -> list[Part]:
@@ -55,7 +66,7 @@ class Weights:
 
     @cached_property
     def target_parts(self) -> list[Part]:
-        return sglang_map.parts(self._session.shape, self._session.engine)
+        return sglang_map.parts(self._session.shape, self._session.engine, self._places)
 
     @cached_property
     def transform(self) -> Merge | None:
@@ -136,6 +147,10 @@ class Factors:
             raise LayoutError(
                 f"the map of adapters and SGLang's slots differ: {first_of(sorted(wrong))}"
             )
+
+    def place(self, places: Places | None) -> bool:
+        """Adapters of experts have no slots of their own in placed engines, which preflight refuses."""
+        return False
 
     def begin(self, version: int) -> None:
         pass

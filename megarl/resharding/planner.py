@@ -1,10 +1,11 @@
-"""The plan of one member's exchanges: made in the first exchange, and kept for the following ones."""
+"""The plan of one member's exchanges: made in the first exchange, and kept until experts get other places."""
 
 from __future__ import annotations
 
 import time
 from functools import cached_property
 
+from megarl.placement.expert_places import Places
 from megarl.resharding.execute import Executor
 from megarl.resharding.payloads import Params, Payload
 from megarl.resharding.reshard_plan import MemberPlan, Streams, plan_streams
@@ -13,6 +14,8 @@ from megarl.resharding.session import Session
 
 class Planner:
     """Plans the exchanges of one payload for one member, which makes the planner and keeps it.
+
+    A plan is of the places that experts have: `place` drops it where they move.
 
     seconds: the time that planning has taken since the planner was made. The cost of one exchange is what it adds.
     """
@@ -26,7 +29,7 @@ class Planner:
 
     @cached_property
     def streams(self) -> Streams:
-        """What this member sends and receives, the same in all exchanges. Raises LayoutError."""
+        """What this member sends and receives, the same in all exchanges of these places. Raises LayoutError."""
         started = time.perf_counter()
         streams = plan_streams(
             self._payload.source_parts,
@@ -51,6 +54,13 @@ class Planner:
             self._executor = Executor(plan, sources, targets, self._payload.transform)
             self.seconds += time.perf_counter() - started
         return self._executor
+
+    def place(self, places: Places | None) -> None:
+        """Plan anew where the engines' experts are to have other places than in the exchange before."""
+        if self._payload.place(places):
+            self.__dict__.pop("streams", None)
+            self._plan = None
+            self._executor = None
 
     def drop_executor(self) -> None:
         """Release the executor with its views of the parameters; the plan is kept."""

@@ -10,6 +10,7 @@ from megarl.device import Address
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.expert_places import Places
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.verify import VerifyMode
@@ -75,13 +76,19 @@ class Sessions:
     trainers: dict[int, Session]
 
     def engine_message(
-        self, engine: int, version: int, attempt: int, first: bool, steps: Sequence[str]
+        self,
+        engine: int,
+        version: int,
+        attempt: int,
+        first: bool,
+        steps: Sequence[str],
+        places: Places | None = None,
     ) -> JsonObject:
         """The JSON object that engine `engine` passes to `weight_loader.load` in each of its processes.
 
         attempt: unique in a run. first: include the sessions, which an engine needs at its first attempt and whenever
         training ranks have shared new parameters. steps: as of `reshard_steps`. "models" in the message: for
-        how many models SGLang calls `load`.
+        how many models SGLang calls `load`. places: of the experts, from this version on; None: as numbered.
         """
         members = self.engines[engine]
         message: JsonObject = {
@@ -90,6 +97,7 @@ class Sessions:
             "attempt": attempt,
             "models": 2 if members[0].engine.draft else 1,
             "steps": list(steps),
+            "places": places,
         }
         if first:
             message["sessions"] = {

@@ -23,7 +23,7 @@ Without drafts the engine does not load the multi-token prediction layer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -40,8 +40,10 @@ from megarl.model.tensors import (
     INPUT_NORM,
     LM_HEAD,
     MLP_NORM,
+    STACK,
 )
 from megarl.placement.engine_layout import VOCAB_MULTIPLE, EngineLayout
+from megarl.placement.expert_places import Places
 from megarl.resharding.block_shards import Grid, entry_shards, offsets
 from megarl.resharding.shards import FP8, LayoutError, Part, Shard, intersect, tiles
 
@@ -60,26 +62,30 @@ EVERYONE = Holder(1, 0)
 Placed = Iterator[tuple[Holder, Shard]]
 
 
-def parts(shape: ModelShape, engine: EngineLayout) -> list[Part]:
+def parts(shape: ModelShape, engine: EngineLayout, places: Places | None = None) -> list[Part]:
     """The shards of all engines' slots, grouped by replicas; inside a part in the order of the layers.
+
+    places: of the experts of the decoder's layers; None: as numbered. Those of a draft model always are.
 
     Raises LayoutError where an fp8 tile would be split.
     """
     shards_by_members: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
     lists: dict[Holder, list[Shard]] = {}
-    for holder, shard in _placed(shape, engine):
+    for holder, shard in _placed(shape, engine, places):
         if holder not in lists:
             lists[holder] = shards_by_members[_slots(engine, holder)]
         lists[holder].append(shard)
     return [Part(tuple(shards), members) for members, shards in shards_by_members.items()]
 
 
-def shards(shape: ModelShape, engine: EngineLayout, tp_rank: int) -> list[Shard]:
+def shards(
+    shape: ModelShape, engine: EngineLayout, tp_rank: int, places: Places | None = None
+) -> list[Shard]:
     """All shards of rank `tp_rank` of an engine."""
     first_engine = replace(engine, count=1, first=0)
     return [
         shard
-        for part in parts(shape, first_engine)
+        for part in parts(shape, first_engine, places)
         if tp_rank in part.members
         for shard in part.shards
     ]
@@ -100,11 +106,15 @@ def _slots(engine: EngineLayout, holder: Holder) -> tuple[int, ...]:
     return tuple(engine.first + e * engine.tp + rank for e in range(engine.count) for rank in ranks)
 
 
-def _placed(shape: ModelShape, engine: EngineLayout) -> Placed:
+def _placed(shape: ModelShape, engine: EngineLayout, places: Places | None) -> Placed:
     yield from _vocab_rows(shape, EMBEDDING, engine.attention_tp)
     for layer in range(shape.num_layers):
         prefix = layer_prefix(shape, layer)
-        yield from _layer(shape, engine, layer, prefix, prefix)
+        of_layer = _layer(shape, engine, layer, prefix, prefix)
+        if places is None or layer < shape.num_dense_layers:
+            yield from of_layer
+        else:
+            yield from _with_places(of_layer, places[layer - shape.num_dense_layers])
     yield from _norm(FINAL_NORM, shape.hidden_size)
     if not shape.tied:
         yield from _vocab_rows(shape, LM_HEAD, engine.head_ranks)
@@ -124,6 +134,26 @@ def _layer(shape: ModelShape, engine: EngineLayout, number: int, prefix: str, pa
             )
             is_plain = engine.precision.is_plain(shape, placed.name)
             yield from _tiled(holder, placed, is_plain=is_plain)
+
+
+def _with_places(of_layer: Placed, places: Sequence[int]) -> Placed:
+    """A layer's shards, with those of experts cut so that each slot has the expert of its place.
+
+    Slots that follow each other and have experts that do so stay one box.
+    """
+    for holder, shard in of_layer:
+        if STACK not in shard.name:
+            yield holder, shard
+            continue
+        (first, end) = shard.items
+        (item, row, col) = shard.at
+        start = first
+        for slot in range(first + 1, end + 1):
+            if slot < end and places[slot] == places[slot - 1] + 1:
+                continue
+            items = places[start], places[start] + slot - start
+            yield holder, shard._replace(items=items, at=(item + start - first, row, col))
+            start = slot
 
 
 class AxisRanks(NamedTuple):

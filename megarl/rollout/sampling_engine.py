@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.host import EngineError
+from megarl.samples.expert_load import ExpertLoad
 from megarl.types import FaultMember, Row, Sample, SamplePart, SilentFault, with_part
 from megarl.types.json_objects import JsonObject
 from megarl.types.sampling import Sampling, sample_seed
@@ -22,6 +23,8 @@ class SamplingEngine:
     _tokenizer: Any
     # the reason why the weights cannot be sampled from
     _stale: str | None
+    # of the tokens sampled since it was last taken
+    expert_load: ExpertLoad
 
     async def _ask(
         self,
@@ -141,6 +144,8 @@ class SamplingEngine:
         )
         if self._settings.routed_experts:
             experts = self._experts(meta, before, row.num_tokens - 1 - rows)
+            known = 0 if before.routed_experts is None else len(before.routed_experts)
+            self.expert_load.add(experts[known:])
             row = replace(row, routed_experts=experts)
         most_new = sampling.new_tokens(len(before.response_ids_T))
         is_at_limit = reason["type"] == "length" and len(new_ids_T) == most_new

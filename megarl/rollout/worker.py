@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megarl.config import Recipe, RewardConfig
 from megarl.device import DEVICE
@@ -152,6 +153,10 @@ class RolloutWorker:
     async def take_completed(self) -> list[CompletedSample]:
         """The samples that the engine has finished since the last call, before their verdicts; waits for the first."""
         return await self._engine.take_completed()
+
+    def take_expert_load(self) -> npt.NDArray[np.int64]:
+        """How many tokens chose each expert since the last call, [layers, experts]; empty where routes are unknown."""
+        return self._engine.expert_load.take()
 
     async def _generate(
         self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None

@@ -33,6 +33,7 @@ from megarl.numerics.parts import write_parts
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.routing import Choices
+from megarl.placement.expert_places import Places
 from megarl.placement.roles import (
     Role,
     is_reporting_rank,
@@ -439,16 +440,26 @@ class PolicyRank(TrainingRank):
         return None
 
     def reshard(
-        self, session: Session, version: int, attempt: int, steps: Sequence[ReshardStep]
+        self,
+        session: Session,
+        version: int,
+        attempt: int,
+        steps: Sequence[ReshardStep],
+        places: Places | None = None,
     ) -> None:
-        """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice."""
+        """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice.
+
+        places: of the engines' experts; None: as numbered.
+        """
         if self._exchanges and self._exchanges.session != session:  # of another number of engines
             self._end_exchanges()
         if self._exchanges is None:
             self._exchanges = Exchanges(session, self.params() | self.factors())
         try:
             for payload in exchanged(steps):
-                self._exchanges.of(payload).run(version, attempt)
+                member = self._exchanges.of(payload)
+                member.place(places)
+                member.run(version, attempt)
         except Exception:
             # with the connections to the store: one that is broken stays so
             self._end_exchanges()

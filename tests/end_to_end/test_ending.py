@@ -25,7 +25,8 @@ TOOLS_RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
 CALLING = (
     "data.train=calls.jsonl", "run.name=quickstart", "run.trackers=[]", "run.steps=100000", "warm_start.steps=25",
     "train.replay=r3", "rollout.prompts_per_step=16", "evaluation.max_prompts=16", "evaluation.every=1",
-    "algorithm.name=remax", "reshard.verify=full", "train.pp=1", "placement.gpus=2",
+    "algorithm.name=remax", "reshard.verify=full", "train.pp=1", "placement.gpus=2", "rollout.engine.tp=2",
+    "rollout.engine.ep=2", "rollout.engine.count=1", "rollout.engine.place_experts=true",
 )  # fmt: skip
 ENDS = get_args(EpisodeEnd)
 BOUND_S = 30.0
@@ -44,6 +45,8 @@ def test_ctrl_c_and_what_a_live_run_of_episodes_exposes(
     launch: Callable, quickstart_tools_inputs: Sequence[str], tmp_path: Path
 ) -> None:
     """A run whose model calls a tool, in TP2 EP2, with the experts that the engine chose at each turn.
+
+    Each reshard places these anew, and the ranks replay them.
 
     Of ReMax, so that greedy samples, which are none of those that it trains on, are drawn by day. All demonstrations of
     its warm start have a call: few steps teach it.
@@ -68,6 +71,9 @@ def test_ctrl_c_and_what_a_live_run_of_episodes_exposes(
         assert record["rollout/logprob_diff_turn_2"] < 1e-4
         assert sum(record[f"episode/end/{end}"] for end in ENDS) == pytest.approx(1.0)
         assert record["episode/dropped_tokens"] == 0.0
+        # by the load that placed them; the next step's is another
+        placed, before = (record[f"rollout/expert_imbalance{of}"] for of in ("_placed", ""))
+        assert 1 <= placed <= before
         assert record["replay/logprob_diff"] < 1e-4 and record["train/grad_norm"] > 0
         assert 1 < record["eval/products/turns_mean"] <= 3
         assert 0 < record["eval/products/calls_mean"] < 3

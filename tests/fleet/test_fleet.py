@@ -123,12 +123,12 @@ def made(
     bare_fleet.__dict__.update(
         _cluster=cluster, engines=engines, version=3, attempts=4,
         trainers=SimpleNamespace(workers=[], processes=SimpleNamespace(loss=None)),
-        _num_lost=0,
+        _num_lost=0, _experts=None,
         memory=SimpleNamespace(phase="train", onload_for=onload_for), say=lines.append, _store=None, _run_id="run",
         roles=SimpleNamespace(num_members=1, policy=policy(), engines=EngineLayout(1, 1, 1)),
         _sessions=SimpleNamespace(
             trainers={},
-            engine_message=lambda index, version, attempt, first, steps: engines.firsts.append(first) or {
+            engine_message=lambda index, version, attempt, first, steps, places: engines.firsts.append(first) or {
                 "attempt": attempt, "steps": steps
             },
         ),

@@ -48,4 +48,5 @@ def bare_member(store: Store, number: int, num_members: int, plan: BarePlan) -> 
     bare._store = prefixed
     bare._agreement = Agreement(prefixed, number, num_members, 60.0)
     bare._group = None
+    bare._places = None
     return bare

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megarl.model.lora_pairs import LoraSize
 from megarl.model.precision import FP8_TILES, Precision
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.expert_places import numbered
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.execute import DIRECT_BYTES, messages
 from megarl.resharding.reshard_plan import Copy
@@ -212,3 +214,36 @@ def test_large_pieces_go_alone_and_small_ones_together() -> None:
 
 def copy(name: str, box: Box, dtype: str) -> Copy:
     return Copy(name, box, dtype, 0, "source", (0, 0, 0), False, 1, "target", (0, 0, 0))
+
+
+PLACED = {
+    "TP2 PP2 EP2 to two TP4 EP2 on two nodes": Pair(
+        MOE, train(8, 2, 2, 2), engine(2, 4, 2), gpus_per_node=4, round_bytes=64_000, verify="full"
+    ),
+    "MLA with a dense layer and drafts": Pair(
+        MLA, train(4, 1, 2, 2), engine(1, 4, 4, dp=4, draft=1), verify="checksum", **BF16
+    ),
+    "fp8": Pair(FP8_MLA, train(2, pp=2), engine(1, 2, 2, fp8=True), round_bytes=1 << 20, verify="full", **BF16),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PLACED.values(), ids=PLACED)
+def test_experts_get_new_places_from_exchange_to_exchange(pool: Pool, pair: Pair) -> None:
+    """Every slot has the expert of its place, bit for bit; members that disagree about places exchange nothing."""
+    opened = pool.open(pair)
+    shape, random = pair.shape, Random(0)
+    num_layers, num_experts = shape.num_sparse_layers, shape.num_experts
+    shuffled = [
+        tuple(tuple(random.sample(range(num_experts), num_experts)) for _ in range(num_layers))
+        for _ in range(2)
+    ]
+    in_turn = [numbered(num_layers, num_experts), shuffled[0], shuffled[0], shuffled[1], None]
+    for attempt, places in enumerate(in_turn, start=1):
+        opened.fill(attempt)
+        assert opened.tell("run_placed", attempt, attempt, places) == [[]] * len(opened.slots)
+    for slot in opened.slots:
+        opened.pool.slots[slot].send(("run_placed", 6, 6, shuffled[0] if slot else shuffled[1]))
+    for slot in opened.slots:
+        with pytest.raises(RuntimeError, match="places|do not match"):
+            opened.pool.slots[slot].answer()

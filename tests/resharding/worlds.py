@@ -21,6 +21,7 @@ from megarl.model.lora_pairs import LoraSize, factor_name
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.model.tensors import STACK
 from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.expert_places import Places
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, lora_map, lora_slots, megatron_map, sglang_map
 from megarl.resharding.member import Member, Stats, collect_stats
@@ -236,12 +237,12 @@ class Pair:
         ]
         return frozenset(name.replace(".lora_A.", ".") for name in factors if ".lora_A." in name)
 
-    def target_shards(self, slot: int) -> list[Shard]:
+    def target_shards(self, slot: int, places: Places | None = None) -> list[Shard]:
         at = self.engine.member(slot)
         if not at:
             return []
         if self.payload == "weights":
-            return sglang_map.shards(self.shape, self.engine, at[1])
+            return sglang_map.shards(self.shape, self.engine, at[1], places)
         assert self.lora
         parts = lora_slots.target_parts(self.shape, self.engine, self.lora)
         return [shard for part in parts if slot in part.members for shard in part.shards]
@@ -296,6 +297,13 @@ class Slot:
 
     def run(self, version: int, attempt: int) -> list[str]:
         """Exchange; the parameters that are wrong then."""
+        self.member.run(version, attempt, self.targets)
+        return self.wrong(version)
+
+    def run_placed(self, version: int, attempt: int, places: Places | None) -> list[str]:
+        """Exchange with experts in these places; the parameters that are wrong then."""
+        self.target_shards = self.pair.target_shards(self.session.member, places)
+        self.member.place(places)
         self.member.run(version, attempt, self.targets)
         return self.wrong(version)
 

@@ -41,6 +41,9 @@ class Exchanges:
     def of(self, _: str) -> Exchanges:
         return self
 
+    def place(self, places: None) -> None:
+        assert places is None
+
     def run(self, version: int, attempt: int) -> None:
         assert self.is_open
         if self.failures.pop(0):

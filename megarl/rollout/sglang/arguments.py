@@ -37,6 +37,7 @@ _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
     "moe_dense_tp_size": "rollout.engine.dense",
     "enable_dp_lm_head": "rollout.engine.head",
     "moe_a2a_backend": "rollout.engine.experts",
+    "ep_dispatch_algorithm": "rollout.engine.place_experts",
     "speculative_": "rollout.engine.draft",  # and all others that begin so
     "enable_multi_layer_eagle": "rollout.engine.draft",
     "random_seed": "run.seed",
@@ -208,6 +209,9 @@ def server_arguments(
         # later than the host's check, which names the rank that hangs
         "watchdog_timeout": 2 * settings.timeout_s,
     }
+    if layout.deepep and settings.engine.place_experts:
+        # the router's experts become slots by a table, which expert_maps.py writes
+        arguments["ep_dispatch_algorithm"] = "static"
     if layout.draft:
         arguments |= _draft_arguments(layout.draft)
     if settings.model_context:

@@ -27,6 +27,7 @@ from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.group_queue import GroupQueue
 from megarl.rollout.sglang.host import EngineError, EngineLost, Host
 from megarl.rollout.sglang.scheduler_spans import SchedulerSpans
+from megarl.samples.expert_load import ExpertLoad
 from megarl.timeline import recorder
 from megarl.types import Row
 from megarl.types.json_objects import JsonObject
@@ -34,6 +35,8 @@ from megarl.types.json_objects import JsonObject
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
 # in which schedulers begin or end to record; less than the controller waits for this process's answer
 _CALL_S = 20.0
+# One of so many tokens counts in the load of experts: all tokens of a large model's step would take seconds.
+COUNTED_EVERY = 8
 # SGLang's tags of the memory that training uses in between; CUDA graphs stay
 _RELEASED = ("kv_cache", "weights")
 
@@ -56,6 +59,7 @@ class Engine(SamplingEngine):
             settings.model_path, trust_remote_code=False
         )
         self._stale: str | None = None  # the reason why the weights cannot be sampled from
+        self.expert_load = ExpertLoad(every=COUNTED_EVERY)
         if not settings.load_weights:
             self._stale = "the engine has no weights: none were resharded into it yet"
         self._is_released = False  # whether the weights have no memory

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megarl.checkpoints.hf_import import load_hf
 from megarl.model.families import family_of
+from megarl.placement.expert_places import Places
 from megarl.resharding import engine_model, sglang_map
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import map_params
@@ -25,6 +26,7 @@ from megarl.resharding.peer_copy import TARGET, CopyMember, PeerCopy
 from megarl.resharding.session import Session
 from megarl.resharding.shards import first_of
 from megarl.resharding.verify import VerifyError, VerifyMode
+from megarl.rollout.sglang import expert_maps
 from megarl.timeline.recorder import spanned
 from megarl.types.tensors import ModelChunks
 
@@ -79,8 +81,16 @@ def _receive(message: Mapping[str, Any], models: ModelChunks) -> None:
     copy = PeerCopy.from_json(message["copy"])
     whole = engine_model.joined(models)
     member = CopyMember(copy, TARGET, dist.get_rank())
-    member.run(engine_model.copied(models), message["version"], _layout_error(whole, models))
-    _finish(whole, models, copy.verify)
+    places = places_of(message)
+    error = _layout_error(whole, models) or expert_maps.error(models[0], places)
+    member.run(engine_model.copied(models), message["version"], error)
+    _finish(whole, models, copy.verify, places)
+
+
+def places_of(message: Mapping[str, Any]) -> Places | None:
+    """Where a message says that the engine's experts are from now on; None: as numbered, for the whole run."""
+    places = message.get("places")
+    return tuple(map(tuple, places)) if places else None
 
 
 def forget_ranks() -> None:
@@ -111,6 +121,7 @@ def _exchange(message: Mapping[str, Any], models: ModelChunks) -> None:
         _exchanges[run_id] = Exchanges(session, params)
     exchanges = _exchanges[run_id]
     whole = engine_model.joined(models)
+    places = places_of(message)
     unread: Exception | None = None  # why this rank lacks the weights that it reads itself
     for step in message["steps"]:
         if step == "factors":
@@ -119,12 +130,19 @@ def _exchange(message: Mapping[str, Any], models: ModelChunks) -> None:
             )
             continue
         error = _layout_error(whole, models)
-        finish = partial(_finish, whole, models, exchanges.session.verify)
+        error = error or expert_maps.error(models[0], places)
+        finish = partial(_finish, whole, models, exchanges.session.verify, places)
         if step == "read":
             unread = error or _error_of_reading(whole, exchanges.session, finish)
             continue
-        exchanges.of(step).run(
-            version, attempt, engine_model.params(whole), error=error, finish=finish
+        member = exchanges.of(step)
+        member.place(places)
+        member.run(
+            version,
+            attempt,
+            engine_model.params(whole),
+            error=error,
+            finish=finish,
         )
     if unread:
         raise unread
@@ -147,8 +165,12 @@ def _error_of_reading(
 
 
 @spanned("derived weights")
-def _finish(whole: torch.nn.Module, models: ModelChunks, verify: VerifyMode) -> None:
-    """Write what the engine derives from its weights. whole: of all its models."""
+def _finish(
+    whole: torch.nn.Module, models: ModelChunks, verify: VerifyMode, places: Places | None
+) -> None:
+    """Write what the engine derives from its weights, and where its experts are. whole: of all its models."""
+    if places:
+        expert_maps.write(models[0], places)
     engine_model.write_constants(whole)
     for model in models:
         engine_model.refresh_derived(model)
