@@ -256,7 +256,7 @@ def of_step(seconds: float) -> float:
 # on GB200, and those whose layout, lengths or seconds of training alone are not stated: NeMo-RL's performance summary,
 # verl's and slime's steps, and DeepSeek's own report, whose schedule is not Megatron's either.
 # Contrary to the plan are, of the same pages: Qwen3.5-35B, which takes 23.5 s a step and 82.7 s with combined 1F1B
-# (Megatron-Bridge's SKILL.md; the model has layers that the plan does not know); and the run of 1189.2 tokens a second
+# (Megatron-Bridge's SKILL.md); and the run of 1189.2 tokens a second
 # below, which with overlap_grad_reduce and overlap_param_gather has 1104.8, and with TP's overlap, too, 1119.3. That
 # page says of 128 micro-batches an update that both changed nothing much; the plan has a gain of less than 1 %.
 TP2_EP32_PP8 = Run(245, 2, 32, 8, 4, 2048, again=SELECTED)
