@@ -268,11 +268,13 @@ def _plain_modules(shape: ModelShape, precision: Precision) -> list[str]:
     """The modules with a matrix that stays as it is; the names are those of `modules_to_not_convert`."""
     matrices = [name for name, size in hf_tensors(shape).items() if len(size) == 2]
     matrices += aliases(shape)
-    plain = [
-        name_in_files(shape, name).removesuffix(".weight")
+    own = [
+        name.removesuffix(".weight")
         for name in matrices
         if precision.is_plain(shape, name) and "embed_tokens" not in name
     ]
+    # SGLang names the modules of some wrapped models as those of the language model alone
+    plain = list(dict.fromkeys([*(name_in_files(shape, name) for name in own), *own]))
     return plain + [start.removesuffix(".") for start in kept_tensors.starts(shape)]
 
 

@@ -202,9 +202,10 @@ class EngineConfig(Branch):
 
 
 class PrecisionConfig(Branch):
-    """Which weights stay as they are trained where `rollout.engine.weights` is fp8, in engines and in `convert --fp8`.
+    """Which weights stay as they are trained where others are in fp8.
 
-    Norms, biases, router, embedding and output layer stay so in any case.
+    In engines with `rollout.engine.weights: fp8`, and in `megarl convert --fp8`, whatever the engines have. Norms,
+    biases, router, embedding and output layer stay so in any case.
     """
 
     plain_last_layers: Whole = 0

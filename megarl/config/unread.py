@@ -23,7 +23,6 @@ UNREAD_WHERE = {
     "rollout.ahead": _FROM_ANSWERS,
     "evaluation": "data.eval names no set",
     "evaluation.top_p": "the temperature is 0, and the most probable token is taken",
-    "precision": "rollout.engine.weights is plain",
     "reshard.round_bytes": "external engines get weights as files",
     "train.lr_end": "train.lr_schedule is constant",
     "reference.path": "reference.use is false and algorithm.kl_coefficient is 0",

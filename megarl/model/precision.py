@@ -61,7 +61,11 @@ class Precision:
         """As `fp8 but for the last 4 layers and kv_b_proj`. dtype: of plain weights."""
         if not self.is_quantised:
             return dtype
-        last = [f"the last {self.plain_last_layers} layers"] if self.plain_last_layers else []
+        last = []
+        if self.plain_last_layers == 1:
+            last = ["the last layer"]
+        elif self.plain_last_layers:
+            last = [f"the last {self.plain_last_layers} layers"]
         plain = [*last, *(kind.replace("_experts", " experts") for kind in self.plain)]
         return f"{self.weights} but for {' and '.join(plain)}" if plain else self.weights
 

@@ -130,19 +130,21 @@ class EngineLayout:
             yield UserError(
                 "rollout.engine.weights", problem, "set rollout.engine.weights to plain"
             )
-        if self.fp8:
-            yield from self._precision_errors(shape)
+        yield from self._precision_errors(shape)
         yield from self._model_errors(shape)
 
     @listed
     def _precision_errors(self, shape: ModelShape) -> ErrorIterator:
-        """Weights that are to stay plain, which the model does not have or SGLang does not keep apart."""
+        """Weights that are to stay plain, which the model does not have or SGLang does not keep apart.
+
+        Engines without fp8 do not read them, but an export in fp8 does.
+        """
         last = self.precision.plain_last_layers
         where = "precision.plain_last_layers"
         if last >= shape.num_layers:
             problem = f"{last} are all of the model's {shape.num_layers} layers"
             yield UserError(where, problem, f"set it to {shape.num_layers - 1} or less")
-        if last and self.deepep:
+        if last and self.deepep and self.fp8:
             problem = (
                 f"{last}, but SGLang's DeepEP sends tokens to the experts of all layers in fp8"
             )

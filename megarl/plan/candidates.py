@@ -32,7 +32,8 @@ MOST_RANKS = 128
 MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the network
 # virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
 MOST_CHUNKS = 4
-MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
+# layers of the fullest pipeline rank over those of the mean one, or its work with what the last rank has besides
+MOST_UNEVEN = 1.1
 
 
 def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
@@ -217,19 +218,26 @@ def _stage_layers(
     if stages > layers:
         return None
     most = -(-layers // stages)
-    if most * stages == layers:
+    tried = [
+        _shortened(pp, vpp, longest, longest * stages - layers, extra_layers)
+        for longest in (most, most + 1)
+    ]
+    stage_layers, work = min(tried, key=lambda plan: plan[1])
+    if len({*stage_layers}) == 1:
         return ()
-    stage_layers = _shortened(pp, vpp, most, most * stages - layers, extra_layers)
     fullest = max(sum(stage_layers[rank::pp]) for rank in range(pp))
-    if fullest * pp <= MOST_UNEVEN * layers:
+    if fullest * pp <= MOST_UNEVEN * layers or work * pp <= MOST_UNEVEN * (layers + extra_layers):
         return stage_layers
     return None
 
 
 def _shortened(
     pp: int, vpp: int, most: int, num_missing: int, extra_layers: float
-) -> tuple[int, ...]:
-    """Stages of `most` layers, of which the pipeline rank with the most work gives one away, so many times."""
+) -> tuple[tuple[int, ...], float]:
+    """Stages of `most` layers, of which the pipeline rank with the most work gives one away, so many times.
+
+    With the work of the fullest rank, in layers.
+    """
     last = pp * vpp - 1
     stage_layers = [most] * (last + 1)
     stage_work = [*stage_layers[:last], most + extra_layers]
@@ -244,4 +252,4 @@ def _shortened(
         giver = max(can_give, key=lambda stage: (rank_work[stage % pp], stage_work[stage], stage))
         stage_layers[giver] -= 1
         stage_work[giver] -= 1
-    return tuple(stage_layers)
+    return tuple(stage_layers), max(sum(stage_work[rank::pp]) for rank in range(pp))

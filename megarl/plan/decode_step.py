@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.config.hardware import Hardware
+from megarl.model.families import family_of
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.engine_memory import layers_of, request_bytes, weight_bytes
@@ -76,7 +77,8 @@ class EngineSpeed:
     def other_bytes(self) -> float:
         """Bytes of all other weights on a GPU that a step reads.
 
-        Not the embedding's table, and of latent attention not kv_b_proj, in whose place are w_kc and w_vc.
+        Not a vision tower, not the embedding's table, and of latent attention not kv_b_proj, in whose place are w_kc
+        and w_vc.
         """
         shape = self.shape
         mla = shape.mla
@@ -89,7 +91,10 @@ class EngineSpeed:
                 plain_layers = shape.num_layers
             tiles = (shape.num_layers - plain_layers) * of_layer
             unread += tiles + plain_layers * of_layer * item_bytes(self.dtype)
-        target_bytes = self.weight_bytes - (self._draft_bytes if layout.draft else 0.0)
+        wrapper = family_of(shape).wrapper
+        tower_bytes = wrapper.held_params * item_bytes(self.dtype) if wrapper else 0
+        draft_bytes = self._draft_bytes if layout.draft else 0.0
+        target_bytes = self.weight_bytes - draft_bytes - tower_bytes
         return max(0.0, target_bytes - self.expert_bytes - unread / layout.attention_tp)
 
     def step_s(self, running: int, context: float) -> float:

@@ -11,10 +11,9 @@ from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.models import TrainConfig
-from megarl.model.precision import FP8_TILES
 from megarl.model.shape import ModelShape
 from megarl.placement.recomputation import cleared_fields, ladder, recomputed_parts
-from megarl.placement.roles import Roles, engine_layout, resolve
+from megarl.placement.roles import Roles, engine_layout, precision_of, resolve
 from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSizes, resized, sizes_of
 from megarl.plan.optimizer_memory import smaller_states
@@ -381,7 +380,7 @@ def cache_advice(
     ):
         return []
     knobs = []
-    in_fp8 = replace(engine_layout(recipe), precision=FP8_TILES)
+    in_fp8 = replace(engine_layout(recipe), precision=precision_of(recipe, "fp8"))
     is_plain = engine.weights == "plain"
     if is_plain and not (recipe.lora or in_fp8.errors(shape, recipe.placement.gpus)):
         knobs = ["rollout.engine.weights fp8 halves the weights beside it"]

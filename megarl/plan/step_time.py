@@ -95,9 +95,9 @@ class ComputingModel:
     memory changes hands.
     parameters: of the whole model that are trained. frozen_bytes: of the weights, where adapters are trained; 0
     otherwise. expert_grads_bytes: of grads_bytes, those of experts, which have other replicas. sums_beside: gradients
-    are summed beside the backward pass of an update's last micro-batch. trains_mtp: the layers of multi-token
-    prediction. keeps_logits: all of a micro-batch, for its backward pass, and not a
-    chunk of them at a time, as parallel/logprobs.py.
+    are summed beside the backward pass of an update's last micro-batch. trains_mtp: whether the
+    layers of multi-token prediction are trained. keeps_logits: whether the backward pass finds all logits of a
+    micro-batch in memory, as in published runs; megarl computes them again in chunks (parallel/logprobs.py).
     """
 
     layers: RankLayers

@@ -62,7 +62,6 @@ def _is_read(recipe: Recipe) -> dict[str, object]:
         "rollout.ahead": samples,
         "evaluation": _is_wanted(recipe.data, "eval") or recipe.evaluation.sets,
         "evaluation.top_p": any(temperatures) or not temperatures,
-        "precision": recipe.rollout.engine.weights != "plain",
         "reshard.round_bytes": not recipe.rollout.engine.external,
         "run.timeline.profile_ranks": recipe.run.timeline.steps,
         "train.lr_end": recipe.train.lr_schedule != "constant",

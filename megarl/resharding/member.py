@@ -83,8 +83,8 @@ class _OpenGroup(NamedTuple):
 class Member:
     """A member in all exchanges of one payload in a run.
 
-    The plan is made in the first exchange. A process group is opened in the first exchange and after each failure, and
-    lives until `close` or an error.
+    The plan is made in the first exchange, and again whenever experts get other places. A process group is opened in
+    the first exchange and after each failure, and lives until `close` or an error.
     """
 
     def __init__(self, session: Session, params: Params, payload: PayloadName) -> None:

@@ -173,6 +173,7 @@ def test_a_run_of_latent_attention_with_an_fp8_cache(
 # as wide as the published models' heads
 OF_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-next": {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3.5-moe": {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "minimax-m2": {"head_dim": 128},
 }
 

@@ -168,7 +168,7 @@ def test_plain_weights_are_those_that_the_model_has_and_sglang_keeps_apart() -> 
         wide, replace(last, plain_last_layers=wide.num_layers)
     )
     assert wheres(wide, last, deepep) == ["precision.plain_last_layers"]
-    assert wheres(wide, kinds, deepep) == wheres(MOE, replace(kinds, weights="plain")) == []
+    assert wheres(wide, kinds, deepep) == wheres(wide, replace(last, weights="plain"), deepep) == []
 
 
 def test_fp8_asks_that_no_rank_cuts_a_tile() -> None:

@@ -131,7 +131,7 @@ def test_every_bit_arrives(pool: Pool, number: int, pair: Pair) -> None:
     assert again.kept_share == pytest.approx(stats.kept_share)
     of_run = {"plan_s": 0, "seconds": 0, "kept_share": None}
     assert replace(again, **of_run) == replace(stats, **of_run)
-    assert again.plan_s == 0 or pair.engine.fp8  # it was kept
+    assert again.plan_s == 0 or pair.engine.fp8  # the plan was kept
 
 
 @pytest.mark.slow
@@ -223,7 +223,9 @@ PLACED = {
     "MLA with a dense layer and drafts": Pair(
         MLA, train(4, 1, 2, 2), engine(1, 4, 4, dp=4, draft=1), verify="checksum", **BF16
     ),
-    "fp8": Pair(FP8_MLA, train(2, pp=2), engine(1, 2, 2, fp8=True), round_bytes=1 << 20, verify="full", **BF16),
+    "fp8": Pair(
+        FP8_MLA, train(2, pp=2), engine(1, 2, 2, precision=FP8_TILES), round_bytes=1 << 20, verify="full", **BF16
+    ),
 }  # fmt: skip
 
 
