@@ -487,7 +487,7 @@ def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatc
         "algorithm.gamma",
         "placement.gpus",
         "rollout.engine.sglang.page_size",
-        "train.pp",
+        "train.layers_per_stage",
     ]
     for options in (["--resume"], ["--from-samples", "samples.parquet"]):
         result = CliRunner().invoke(cli.app, [*arguments, *options])
