@@ -165,8 +165,8 @@ def _single_tensors(shape: ModelShape, stacks: bool) -> Iterator[list[Shard]]:
             dtype = "float32"
         else:
             dtype = ""
-        if stacks and wrapper and (found := wrapper.stack_of(name)):
-            (stack, parts) = found
+        if stacks and wrapper and (of_stack := wrapper.stack_of(name)):
+            (stack, parts) = of_stack
             if name == parts[0]:
                 yield [
                     Shard(

@@ -38,7 +38,7 @@ class ExpertPlacement:
     def places(self) -> Places | None:
         return self._places if self._moves else None
 
-    def follow(self, counts_LE: npt.NDArray[np.int64]) -> Metrics:
+    def place_by_load(self, counts_LE: npt.NDArray[np.int64]) -> Metrics:
         """Place the experts by the load of the last rollout; how uneven that was, and where experts move would be now.
 
         counts_LE: tokens that chose each expert of each layer; empty where there was no rollout.

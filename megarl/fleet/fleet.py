@@ -201,7 +201,7 @@ class Fleet(TrainingFleet):
         if trains_merged(self.roles.policy.recipe):
             kept_share = self.trainers.round_weights(version)
         if self._experts:
-            readings |= self._experts.follow(self.engines.take_expert_load())
+            readings |= self._experts.place_by_load(self.engines.take_expert_load())
         payloads = self._publish(version)
         readings |= self.onload_for("rollout")
         # now, or a reshard that is repeated because a rank was lost in these lines would be of another version

@@ -169,15 +169,15 @@ def _weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> tuple[
             replace(without, num_layers=1, num_dense_layers=1): shape.num_dense_layers,
             replace(without, num_layers=1): shape.num_sparse_layers,
         }
-    left = shape.num_layers - engine.precision.plain_last_layers
+    num_quantised_left = shape.num_layers - engine.precision.plain_last_layers
     engine = replace(engine, precision=engine.precision.of_other_layers)
     plain = replace(engine, precision=PLAIN)
     wrapper = family_of(shape).wrapper
-    beside = wrapper.held_params * item_bytes(dtype) if wrapper else 0
-    total = _laid_out_bytes(without, engine, dtype) + derived + beside
+    tower_bytes = wrapper.held_params * item_bytes(dtype) if wrapper else 0
+    total = _laid_out_bytes(without, engine, dtype) + derived + tower_bytes
     for kind, count in kinds.items():  # in the order of the layers, so that plain ones come last
-        num_first = max(0, min(count, left))
-        left -= count
+        num_first = max(0, min(count, num_quantised_left))
+        num_quantised_left -= count
         for layout, number in ((engine, num_first), (plain, count - num_first)):
             if number:
                 others = _laid_out_bytes(without, layout, dtype)

@@ -68,8 +68,8 @@ class Wrapper:
         for stack, parts in self.stacks.items():
             for number, part in enumerate(parts):
                 pattern = re.escape(part).replace(re.escape(STACK), "([0-9]+)")
-                if found := re.search(rf"(?<=\.){pattern}$", name):
+                if match := re.search(rf"(?<=\.){pattern}$", name):
                     return StackPlace(
-                        name[: found.start()] + stack, int(found[1]), number, len(parts)
+                        name[: match.start()] + stack, int(match[1]), number, len(parts)
                     )
         return None

@@ -103,12 +103,12 @@ def _write_location(layer: int, expert_S: torch.Tensor, slot_E: torch.Tensor) ->
 
 def _expert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers of routed experts, in the order of the decoder."""
-    found: list[tuple[str, Any]] = [
+    layers: list[tuple[str, Any]] = [
         (name, module)
         for name, module in model.named_modules()
         if hasattr(module, "dispatcher") and hasattr(module, "w13_weight")
     ]
-    yield from sorted(found, key=lambda row: row[1].layer_id)
+    yield from sorted(layers, key=lambda named: named[1].layer_id)
 
 
 def _has_all_tokens(layer: Any) -> bool:
