@@ -99,7 +99,9 @@ class Attack:
     def start(self) -> None:
         """Begin or resume the run."""
         for file in self._state.iterdir():
-            file.unlink()
+            # the folders of all its sessions are looked for when it has ended
+            if file.name != "sessions":
+                file.unlink()
         recipe = ROOT / "recipes" / (self._folder / "recipe").read_text()
         driver = ROOT / "scripts" / "chaos_driver.py"
         overrides = (self._folder / "overrides").read_text().splitlines()

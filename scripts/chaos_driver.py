@@ -2,7 +2,8 @@
 
     MEGARL_CHAOS=FOLDER python scripts/chaos_driver.py train RECIPE ...
 
-The state is FOLDER/state.json. A worker whose name is in FOLDER/raise raises in its next call.
+The state is FOLDER/state.json. A worker whose name is in FOLDER/raise raises in its next call. FOLDER/sessions has the
+folders of the sessions that were begun, a line each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from megarl.cluster import actor
 from megarl.cluster.actor import Worker
 from megarl.cluster.pulses import Pulses
+from megarl.cluster.session_folder import SessionFolder
 from megarl.tracking.run_log import Record
 
 _PERIOD_S = 1.0
@@ -99,8 +101,21 @@ def let_calls_raise(state: State) -> None:
     Worker.call = call
 
 
+def note_session_folders(file: Path) -> None:
+    original_init = SessionFolder.__init__
+
+    def init(self: SessionFolder, prefix: str, parent: str) -> None:
+        original_init(self, prefix, parent)
+        with file.open("a") as sessions:
+            sessions.write(f"{self.path}\n")
+
+    SessionFolder.__init__ = init
+
+
 if __name__ == "__main__":
-    written = State(Path(os.environ["MEGARL_CHAOS"]))
+    folder = Path(os.environ["MEGARL_CHAOS"])
+    note_session_folders(folder / "sessions")
+    written = State(folder)
     observe_phases(written)
     observe_pids(written)
     let_calls_raise(written)

@@ -212,13 +212,14 @@ class Leftovers:
         """marker: the value of MARKER in the run's processes. is_on_node: whether a node has a process for it."""
         self._marker = marker
         self._is_on_node = is_on_node
-        self._before = _files()
+        self._before = _shared_memory()
 
     def found(self) -> list[str]:
         """What stays: processes, and files in shared places that no living process of another run uses."""
         deadline = time.monotonic() + _LEFT_S
         while True:
-            left = [*self._processes(), *_unused(_files() - self._before)]
+            files = self._session_folders() | (_shared_memory() - self._before)
+            left = [*self._processes(), *map(_with_content, _unused(files))]
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.2)
@@ -231,13 +232,24 @@ class Leftovers:
                     left.append(f"process {process.pid} {' '.join(process.info['cmdline'])[:80]}")
         return left
 
+    def _session_folders(self) -> set[str]:
+        """Of the run's own sessions: others of this machine leave theirs for their next start to remove."""
+        with suppress(FileNotFoundError):
+            return {*(Path(self._marker) / "sessions").read_text().splitlines()}
+        return set()
+
     def _is_ours(self, process: psutil.Process) -> bool:
         return process.environ().get(MARKER) == self._marker or self._is_on_node(process)
 
 
-def _files() -> set[str]:
-    folders = [path for path in Path("/tmp").iterdir() if path.name.startswith("megarl-")]
-    return {str(path) for path in [*folders, *Path("/dev/shm").iterdir()]}
+def _shared_memory() -> set[str]:
+    return {str(path) for path in Path("/dev/shm").iterdir()}
+
+
+def _with_content(path: str) -> str:
+    """The path, with the first files in it if it is a folder: they tell who has written there."""
+    files = [str(file.relative_to(path)) for file in Path(path).rglob("*") if not file.is_dir()]
+    return f"{path} ({', '.join(sorted(files)[:5])})" if files else path
 
 
 def _unused(paths: set[str]) -> list[str]:

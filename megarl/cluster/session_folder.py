@@ -37,7 +37,7 @@ class SessionFolder:
     def remove(self) -> None:
         """Remove the folder with everything in it; harmless when repeated."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
             os.close(self._lock)
             self._lock = -1
 
@@ -53,10 +53,28 @@ def remove_dead(prefix: str, parent: str) -> int:
             continue
         lock = _locked(path, 0)
         if lock >= 0:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             os.close(lock)
             num_removed += 1
     return num_removed
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder, its lock file last: whoever is killed in between leaves a folder that `remove_dead` knows.
+
+    What a process that still lives writes into it meanwhile keeps the folder, with its lock file, for the next start.
+    """
+    lock = folder / _LOCK
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != lock:
+                path.unlink(missing_ok=True)
+    with suppress(OSError):
+        if [*folder.iterdir()] == [lock]:
+            lock.unlink()
+            folder.rmdir()
 
 
 def _is_private(path: Path) -> bool:

@@ -22,6 +22,24 @@ sys.stdout.flush()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+# by its last action before the lock file's
+_KILLED_WHILE_REMOVING = """
+import os, shutil, signal, sys
+from megarl.cluster.session_folder import SessionFolder
+folder = SessionFolder("s-", sys.argv[1])
+(folder.path / "a file").touch()
+(folder.path / "ray").mkdir()
+print(folder.path)
+sys.stdout.flush()
+removed = os.unlink
+def unlink(path, *args, **kwargs):
+    if not str(path).endswith("megarl.lock"):
+        return removed(path, *args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.unlink = unlink
+folder.remove()
+"""
+
 
 @pytest.fixture(autouse=True)
 def generous_umask():
@@ -53,6 +71,33 @@ def test_the_dead_are_removed_and_the_living_stay(tmp_path: Path) -> None:
     assert remove_dead("s-", str(tmp_path)) == 2
     assert list(tmp_path.iterdir()) == [living.path]
     living.remove()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root removes from a folder that nobody may write to")
+def test_what_cannot_be_removed_now_is_removed_by_a_later_start(tmp_path: Path) -> None:
+    folder = SessionFolder("s-", str(tmp_path))
+    kept = folder.path / "ray"
+    kept.mkdir()
+    (kept / "file").touch()
+    kept.chmod(0o500)
+    folder.remove()
+    assert kept.is_dir()
+    kept.chmod(0o700)
+    assert remove_dead("s-", str(tmp_path)) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_is_killed_while_it_removes_its_folder_leaves_a_dead_one(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED_WHILE_REMOVING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    path = Path(done.stdout.strip())
+    assert path.is_dir() and not (path / "a file").exists()
+    assert remove_dead("s-", str(tmp_path)) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
