@@ -24,6 +24,7 @@ UNREAD_WHERE = {
     "evaluation": "data.eval names no set",
     "evaluation.top_p": "the temperature is 0, and the most probable token is taken",
     "reshard.round_bytes": "external engines get weights as files",
+    "train.fp8_backward": "train.numbers is plain",
     "train.lr_end": "train.lr_schedule is constant",
     "reference.path": "reference.use is false and algorithm.kl_coefficient is 0",
     "critic": "{algorithm} has no critic",

@@ -64,6 +64,7 @@ def _is_read(recipe: Recipe) -> dict[str, object]:
         "evaluation.top_p": any(temperatures) or not temperatures,
         "reshard.round_bytes": not recipe.rollout.engine.external,
         "run.timeline.profile_ranks": recipe.run.timeline.steps,
+        "train.fp8_backward": recipe.train.numbers == "engine",
         "train.lr_end": recipe.train.lr_schedule != "constant",
         "reference.path": has_reference(recipe.algorithm, recipe.reference.use),
         "critic": has_critic(name),
