@@ -6,7 +6,8 @@ runs on GPUs: fused attention (no score matrix), norms of their own memory, expe
 dispatcher. Nothing here was measured on a GPU.
 
 t: tokens of a row on one context-parallel rank; s = t / TP: of them on one tensor-parallel rank (sequence parallelism);
-n: copies of tokens that meet this rank's experts; b: bytes of an element.
+n: copies of tokens that meet this rank's experts; b: bytes of an element, and c of an input that a linear layer keeps
+as fp8 codes for its backward pass: without fp8 b, too. Layers that stay plain among others in fp8 count as these.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megarl.model.shape import ModelShape
 from megarl.placement.overlaps import PAIRED_PASSES
 from megarl.placement.recomputation import recompute_fields
 from megarl.placement.train_layout import TrainLayout
+from megarl.plan.fp8_training import CODE_BYTES, Fp8Linears, Module, fp8_linears_of
 from megarl.plan.model_size import ModelSize
 
 # assumption: tokens of the fullest rank's experts over the mean; nothing balances RL's choices
@@ -47,6 +49,7 @@ class RowSize:
     layout: TrainLayout
     tokens: float  # t
     item: int  # b
+    fp8: Fp8Linears | None = None
 
     @property
     def share(self) -> float:
@@ -63,6 +66,17 @@ class RowSize:
         """Hidden states between two layers: s h b."""
         return self.share * self.shape.hidden_size * self.item
 
+    def code(self, module: Module) -> float:
+        """c"""
+        if self.fp8 and self.fp8.keeps_codes and self.fp8.has(module):
+            return CODE_BYTES
+        return self.item
+
+    def apart(self, module: Module) -> float:
+        """c of an input that something else keeps as it was: 0 without codes."""
+        code = self.code(module)
+        return code if code < self.item else 0.0
+
     def layer(self, dense: bool, linear: bool = False) -> dict[str, float]:
         """Bytes that one layer saves when nothing is recomputed, by part.
 
@@ -70,19 +84,21 @@ class RowSize:
         that before attention but latent attention, with the product behind it, which keeps the output.
         """
         num_apart = (not dense) + (self.shape.mla is not None)
+        hidden = self.share * self.shape.hidden_size
+        fused = 0.0 if self.shape.mla else self.code("attention")
+        if dense:
+            fused += self.code("mlp")
         bytes_by_part = {
             "inputs": 2 * self.boundary_bytes,
             "norm_outputs": num_apart * self.boundary_bytes,
-            "fused_norm_outputs": (2 - num_apart) * self.boundary_bytes,
+            "fused_norm_outputs": hidden * fused,
         }
         if linear:
             bytes_by_part |= self._linear_attention()
         else:
             bytes_by_part |= self._latent_attention() if self.shape.mla else self._attention()
         if dense:
-            return bytes_by_part | {
-                "mlp": self._gated(self.tokens, self.shape.ffn_size / self.layout.tp)
-            }
+            return bytes_by_part | {"mlp": self._gated("mlp", self.shape.ffn_size)}
         return bytes_by_part | self._experts()
 
     def _attention(self) -> dict[str, float]:
@@ -99,9 +115,10 @@ class RowSize:
         times = 2 if shape.qk_norm else 1
         heads = times * (shape.num_heads + kv_heads) + kv_heads
         heads += 2 * shape.num_heads * has_output_gate(shape)
+        result = per_rank * shape.num_heads * shape.head_dim
         return {
             "qkv": per_rank * heads * width,
-            "attention_out": per_rank * shape.num_heads * width,
+            "attention_out": result * (self.item + self.apart("attention")),
             "lse": per_rank * shape.num_heads * 4,
         }
 
@@ -137,17 +154,18 @@ class RowSize:
         assert mla is not None
         key = mla.nope_dim + mla.rope_dim
         heads = self.tokens * self.shape.num_heads / self.layout.tp
-        compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.rope_dim
+        compressed = (mla.q_lora_rank or 0) + mla.kv_lora_rank
+        behind_norms = compressed * self.code("mla_up_proj")
         return {
-            "compressed": self.share * compressed * self.item,
+            "compressed": self.share * ((compressed + mla.rope_dim) * self.item + behind_norms),
             "up_projections": heads * (3 * key + mla.nope_dim + mla.v_dim) * self.item,
-            "attention_out": heads * mla.v_dim * self.item,
+            "attention_out": heads * mla.v_dim * (self.item + self.apart("attention")),
             "lse": heads * 4,
         }
 
-    def _gated(self, tokens: float, width: float) -> float:
-        """SwiGLU, not fused: gate and up 2 f, silu(gate) f, the product f."""
-        return 4 * tokens * width * self.item
+    def _gated(self, module: Module, width: float) -> float:
+        """SwiGLU, not fused: gate and up 2 f, silu(gate) f, the product f, which the second linear layer reads."""
+        return self.tokens * width / self.layout.tp * (3 * self.item + self.code(module))
 
     def _experts(self) -> dict[str, float]:
         """Float32 logits, probabilities and choice of each expert; n copies of h; 2 f, then f three times.
@@ -156,14 +174,17 @@ class RowSize:
         """
         shape = self.shape
         width = shape.moe_ffn_size / self.layout.etp
+        shared = 0.0
+        if shape.num_shared_experts:
+            # the router keeps the norm's output as it was
+            shared = self._gated("shared_experts", shape.num_shared_experts * shape.moe_ffn_size)
+            shared += self.share * shape.hidden_size * self.apart("shared_experts")
         return {
             "router": self.share * shape.num_experts * 3 * 4,
-            "experts_in": self.routed * shape.hidden_size * self.item,
+            "experts_in": self.routed * shape.hidden_size * self.code("experts"),
             "experts_fc1": self.routed * 2 * width * self.item,
-            "experts_act": self.routed * 3 * width * self.item,
-            "shared": self._gated(
-                self.tokens, shape.num_shared_experts * shape.moe_ffn_size / self.layout.tp
-            ),
+            "experts_act": self.routed * width * (2 * self.item + self.code("experts")),
+            "shared": shared,
         }
 
     def working_bytes(self, dense: bool) -> float:
@@ -287,4 +308,5 @@ def logits_bytes(size: ModelSize, stage: int) -> float:
 def row_of(size: ModelSize) -> RowSize:
     """The fullest micro-batch of a model's ranks."""
     tokens = size.recipe.train.tokens_per_micro_batch / size.layout.cp
-    return RowSize(size.shape, size.layout, tokens, size.weight_bytes)
+    fp8 = fp8_linears_of(size)
+    return RowSize(size.shape, size.layout, tokens, size.weight_bytes, fp8)

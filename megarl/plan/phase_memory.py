@@ -44,6 +44,7 @@ from megarl.plan.engine_memory import (
     weight_bytes,
     with_states,
 )
+from megarl.plan.fp8_training import fp8_linears_of
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, ModelSizes
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
@@ -343,18 +344,37 @@ class _StageRank:
         """Memory that the rank holds in every phase."""
         size = self.size
         train = size.recipe.train
-        trained = size.trained(self.stage)
-        if size.shares_weights:
-            weights = trained * size.weight_bytes
-        else:
-            weights = sum(
-                chunk.elements * size.weight_bytes + chunk.buffer_bytes
-                for chunk in size.stages[self.stage]
-            )
+        weights = self._weights_bytes + self._code_bytes
         if not size.trains:
             return Parts(weights_bytes=weights)
         state = 0 if train.optimizer_offload else state_bytes(train, size.weight_bytes)
-        return Parts(weights, trained * GRADIENT_BYTES, self._share * state)
+        gradients = size.trained(self.stage) * GRADIENT_BYTES
+        return Parts(weights, gradients, self._share * state)
+
+    @property
+    def _weights_bytes(self) -> int:
+        """In the model's type, with buffers where it is not another model's."""
+        size = self.size
+        if size.shares_weights:
+            return size.trained(self.stage) * size.weight_bytes
+        return sum(
+            chunk.elements * size.weight_bytes + chunk.buffer_bytes
+            for chunk in size.stages[self.stage]
+        )
+
+    @property
+    def _code_bytes(self) -> int:
+        """Codes of its weights in fp8, which TransformerEngine's modules keep from one update to the next.
+
+        All stages are taken to have as many of them as the one with the most layers.
+        """
+        size = self.size
+        fp8 = fp8_linears_of(size)
+        if fp8 is None:
+            return 0
+        layers = max(len(size.layers(stage)) for stage in range(size.layout.pp))
+        mean = fp8.rank_weights(size.layout)
+        return math.ceil(fp8.code_copies * mean * layers * size.layout.pp / size.shape.num_layers)
 
     @cached_property
     def at_work(self) -> Parts:
@@ -392,7 +412,7 @@ class _StageRank:
         """Bytes of the rank's host by purpose."""
         bytes_by_purpose: dict[str, int] = {}
         size = self.size
-        weights = math.ceil(PINNED_SHARE * self.parts.weights_bytes)
+        weights = math.ceil(PINNED_SHARE * self._weights_bytes)
         if size.trains and size.recipe.train.optimizer_offload:
             steps = (PINNED_SHARE * GRADIENT_BYTES + MASTER_BYTES + MOMENTS_BYTES) * self._share
             # Megatron first makes a master copy over whole weights.

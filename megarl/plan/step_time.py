@@ -7,7 +7,7 @@ docs/plan.md lists what is counted and what is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +21,8 @@ from megarl.placement.recomputation import recomputed_parts
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.expert_exchange import routing_of
-from megarl.plan.layer_time import HIDDEN_SHARE, RankLayers, overlaps_of
+from megarl.plan.fp8_training import Fp8Linears, Module, fp8_linears_of
+from megarl.plan.layer_time import HIDDEN_SHARE, LAYER_S, RankLayers, overlaps_of
 from megarl.plan.model_size import ModelSize, ModelSizes
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.rollout_time import RolloutTime
@@ -35,6 +36,13 @@ from megarl.types import IntArray, RecomputedPart
 
 # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
 HOST_ADAM_BYTES_PER_S = 40e9
+# the modules whose linear layers are computed again with a part of a layer
+MODULES_OF: Mapping[RecomputedPart, Collection[Module]] = {
+    "mla_up_proj": {"mla_up_proj"},
+    "mlp": {"mlp"},
+    "moe": {"experts", "shared_experts"},
+    "shared_experts": {"shared_experts"},
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,8 @@ class ComputingModel:
     otherwise. expert_grads_bytes: of grads_bytes, those of experts, which have other replicas. sums_beside: gradients
     are summed beside the backward pass of an update's last micro-batch. trains_mtp: whether the
     layers of multi-token prediction are trained. keeps_logits: whether the backward pass finds all logits of a
-    micro-batch in memory, as in published runs; megarl computes them again in chunks (parallel/logprobs.py).
+    micro-batch in memory, as in published runs; megarl computes them again in chunks (parallel/logprobs.py). fp8: the
+    linear layers that multiply in fp8; None: none do.
     """
 
     layers: RankLayers
@@ -115,6 +124,7 @@ class ComputingModel:
     sums_beside: bool = False
     trains_mtp: bool = False
     keeps_logits: bool = False
+    fp8: Fp8Linears | None = None
 
     @property
     def hardware(self) -> Hardware:
@@ -189,7 +199,8 @@ class ComputingModel:
         )
         exchanges_s = layers.part_s(part, self._rank_tokens)
         each = layers.part_micro_batch_s(part)
-        seconds = (flops / self._reached + exchanges_s) / self.share.balance
+        products_s = self._flops_s(flops, 1, 0, MODULES_OF.get(part, ()))
+        seconds = (products_s + exchanges_s) / self.share.balance
         return seconds + self.share.updates * self.share.micro_batches * each
 
     def _computed(self, sum_of: Callable[[IntArray], float]) -> float:
@@ -221,7 +232,22 @@ class ComputingModel:
         products_s = self._products_s(forwards, backwards)
         products_s -= self._output_flops(forwards, backwards) / self._reached
         seconds = (products_s + exchanges_s) / share.balance
-        return seconds + share.updates * share.micro_batches * each
+        seconds += share.updates * share.micro_batches * each
+        if self.fp8:
+            seconds += share.updates * self._fp8_update_s(self.fp8, forwards, backwards)
+        return seconds
+
+    def _fp8_update_s(self, fp8: Fp8Linears, forwards: int, backwards: int) -> float:
+        """Of each update, what fp8 takes however few its tokens are: its weights' codes, and further kernels."""
+        layers = self.layers
+        num_layers = layers.shape.num_layers / layers.layout.pp
+        micro_batches = self.share.micro_batches
+        weights = fp8.rank_weights(layers.layout)
+        moved = fp8.update_bytes(weights) + micro_batches * fp8.micro_batch_bytes(
+            weights, forwards, backwards
+        )
+        launched = micro_batches * num_layers * fp8.kernels(forwards, backwards) * LAYER_S
+        return moved / self.hardware.hbm_reached_per_s + launched
 
     @property
     def _rank_tokens(self) -> float:
@@ -229,9 +255,29 @@ class ComputingModel:
         return self._computed(np.sum) / self.layers.layout.dp
 
     def _products_s(self, forwards: int, backwards: int) -> float:
-        """FLOPs over what all ranks reach."""
+        """FLOPs over what all ranks reach, and what is quantised for them."""
         flops = self._computed(partial(total_forward_flops, self.layers.shape))
-        return self._passes(forwards, backwards) * flops / self._reached
+        return self._flops_s(flops, forwards, backwards)
+
+    def _flops_s(
+        self, flops: float, forwards: int, backwards: int, modules: Collection[Module] | None = None
+    ) -> float:
+        """So many passes of `flops` each, of which the linear layers of these modules, or all, may be in fp8."""
+        plain_s = self._passes(forwards, backwards) * flops / self._reached
+        if self.fp8 is None:
+            return plain_s
+        hardware = self.hardware
+        tokens = self._computed(np.sum)
+        in_fp8 = forwards
+        if self.fp8.backward == "fp8":
+            in_fp8 = self._passes(forwards, backwards)
+        speed_up = (hardware.fp8_flops or hardware.bf16_flops) / hardware.bf16_flops
+        saved_s = in_fp8 * self.fp8.flops(tokens, modules) / self._reached * (1 - 1 / speed_up)
+        moved = forwards * self.fp8.forward_bytes(tokens, modules)
+        if backwards:
+            moved += backwards * self.fp8.backward_bytes(tokens, modules)
+        moved /= self.layers.layout.world_size
+        return plain_s - saved_s + moved / hardware.hbm_reached_per_s
 
     def _passes(self, forwards: int, backwards: int) -> int:
         """The number of forward passes that cost as much.
@@ -254,7 +300,7 @@ class ComputingModel:
             lambda lengths: module_forward_flops(layers.shape, lengths)["shared_experts"]
         )
         sums_s = (forwards + backwards) * layers.part_s("shared_experts", self._rank_tokens)
-        shared_s = self._passes(forwards, backwards) * flops / self._reached + sums_s
+        shared_s = self._flops_s(flops, forwards, backwards, {"shared_experts"}) + sums_s
         return HIDDEN_SHARE * min(exchanged_s, shared_s)
 
     @property
@@ -382,6 +428,7 @@ def _computing(
         expert_grads_bytes=sum(chunk.expert for chunk in size.stages[fullest]) * GRADIENT_BYTES,
         sums_beside=train.ddp.get("overlap_grad_reduce", True),
         trains_mtp=train.mtp_loss > 0,
+        fp8=fp8_linears_of(size),
     )
 
 
