@@ -65,6 +65,7 @@ def _is_read(recipe: Recipe) -> dict[str, object]:
         "reshard.round_bytes": not recipe.rollout.engine.external,
         "run.timeline.profile_ranks": recipe.run.timeline.steps,
         "train.lr_end": recipe.train.lr_schedule != "constant",
+        "train.fp8_backward": recipe.train.numbers == "engine",
         "reference.path": has_reference(recipe.algorithm, recipe.reference.use),
         "critic": has_critic(name),
         "critic.lr_end": critic_schedule != "constant" or not has_critic(name),
