@@ -73,6 +73,7 @@ DOORS = {  # library -> the only places that import it
         "megarl.episodes.call_parsers",
         "megarl.cpu.sglang_patches",
         "megarl.cpu.sglang_attention",
+        "megarl.cpu.sglang_fp8",
     },
     "msgspec": {"megarl.rollout"},
     "aiohttp": {"megarl.environments.endpoint"},

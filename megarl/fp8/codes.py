@@ -60,7 +60,7 @@ def quantise_groups(rows_TK: Tensor, rule: ScaleRule = "exact") -> tuple[Tensor,
     The last group of a row may be smaller.
     """
     values = functional.pad(rows_TK.float(), (0, -rows_TK.shape[1] % TILE))
-    groups = values.view(len(rows_TK), -1, TILE)
+    groups = values.reshape(len(rows_TK), values.shape[1] // TILE, TILE)
     scales = scales_of(groups.abs().amax(2), rule)
     codes = (groups / scales[..., None]).clamp_(-LARGEST, LARGEST).to(FP8)
     return codes.flatten(1)[:, : rows_TK.shape[1]], scales

@@ -42,14 +42,15 @@ def weight_codes(weight_NK: Tensor, rule: ScaleRule) -> Codes:
 
 def product(left: Codes, right: Codes) -> Tensor:
     """left [T, K] times the transpose of right [N, K]: float64 [T, N]."""
-    rows = left.values_RK.double().split(TILE, 1)
-    columns = right.values_RK.double().split(TILE, 1)
+    rows_TK = left.values_RK.double()
+    columns_NK = right.values_RK.double()
     left_scales = left.scales.double()
     right_scales = right.scales.double()
     total_TN = left_scales.new_zeros(len(left.values_RK), len(right.values_RK))
-    for block, (row, column) in enumerate(zip(rows, columns, strict=True)):
+    for block in range(left_scales.shape[1]):
+        inside = slice(block * TILE, (block + 1) * TILE)
         scales_TN = left_scales[:, block, None] * right_scales[:, block]
-        total_TN += (row @ column.T) * scales_TN
+        total_TN += (rows_TK[:, inside] @ columns_NK[:, inside].T) * scales_TN
     return total_TN
 
 
