@@ -61,6 +61,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "collector": "garbage collection, paused",
         "device": "CPU or GPU, decided once",
+        "fp8": "codes, scales, exact products",
         "printable": "foreign text, escaped",
         "spelling": "did you mean",
         "timeline": "what each process did when",

@@ -49,8 +49,8 @@ REACH = {  # room -> the only rooms that it may import, where floors alone would
         "training",
         "types",
     },
-    "model": {"device", "disk", "printable", "types"},
-    "resharding": {"collector", "device", "model", "placement", "timeline", "types"},
+    "model": {"device", "disk", "fp8", "printable", "types"},
+    "resharding": {"collector", "device", "fp8", "model", "placement", "timeline", "types"},
 }
 IMPORTERS = {  # room -> the only rooms that may import it
     "parallel": {"cli", "commands", "plan", "preflight", "training"},
@@ -73,6 +73,7 @@ DOORS = {  # library -> the only places that import it
         "megarl.episodes.call_parsers",
         "megarl.cpu.sglang_patches",
         "megarl.cpu.sglang_attention",
+        "megarl.cpu.sglang_fp8",
     },
     "msgspec": {"megarl.rollout"},
     "aiohttp": {"megarl.environments.endpoint"},

@@ -260,8 +260,8 @@ def _quantise(job: Export, tensors_of_file: dict[str, Tensor]) -> None:
     }
     for name in quantised & tensors_of_file.keys():
         block = tensors_of_file[name].unsqueeze(0)
-        tensors_of_file[name + fp8.SCALE_SUFFIX] = fp8.tile_scales(block)[0]
-        tensors_of_file[name] = fp8.quantise(block)[0]
+        tensors_of_file[name + fp8.SCALE_SUFFIX] = fp8.tile_scales(block, job.precision.scales)[0]
+        tensors_of_file[name] = fp8.quantise(block, job.precision.scales)[0]
 
 
 def _plain_modules(shape: ModelShape, precision: Precision) -> list[str]:
@@ -312,7 +312,7 @@ def exported_config(config: JsonObject, job: Export) -> JsonObject:
         config = _reformatted(config, job)
     if job.precision.is_quantised:
         plain = _plain_modules(job.shape, job.precision)
-        config[QUANTISATION_KEYS[0]] = fp8_config(plain)
+        config[QUANTISATION_KEYS[0]] = fp8_config(plain, job.precision.scales)
     return config
 
 

@@ -44,6 +44,7 @@ from megarl.config.models import (
     TrainConfig,
 )
 from megarl.config.timeline import TimelineConfig
+from megarl.fp8 import ScaleRule
 from megarl.types import Hyperparameters
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -212,6 +213,9 @@ class PrecisionConfig(Branch):
     """The last layers of the decoder that stay plain; a layer of multi-token prediction is none of them."""
     plain: Annotated[tuple[Literal["kv_b_proj", "shared_experts"], ...], Field(strict=False)] = ()
     """Kinds of weights that stay plain in all layers: kv_b_proj of latent attention, the shared experts."""
+    scales: ScaleRule | None = None
+    """How a tile's scale follows from its largest magnitude: exact, that over 448; powers_of_two, rounded up to one;
+    null: powers_of_two where `train.numbers` is engine, else exact."""
 
 
 class RolloutConfig(Branch):

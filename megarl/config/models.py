@@ -22,6 +22,7 @@ from megarl.config.fields import (
     Weight,
     Whole,
 )
+from megarl.fp8 import Fp8Backward
 from megarl.types import LrSchedule, RecomputedPart
 from megarl.types.json_objects import JsonObject
 
@@ -98,6 +99,13 @@ class TrainConfig(Branch):
     """The most tokens of a packed micro-batch, of all ranks that share them; with `train.cp: auto` of each rank."""
     updates_per_step: Count = 1
     """Updates of the optimizer in each step, among which its samples are divided."""
+    numbers: Literal["plain", "engine"] = "plain"
+    """What the forward pass computes with: plain, the weights in `model.dtype`; engine, in the linear layers that
+    engines have in fp8 the same codes and scales, of weights and activations. Masters, gradients and the optimizer are
+    the same in both."""
+    fp8_backward: Fp8Backward = "dequantised"
+    """With what the gradients of these layers are computed: the weights and activations as they were before they were
+    rounded (high_precision), their codes times scales (dequantised), or codes, those of the gradients too (fp8)."""
     aux_loss: NonNegative = 0.0
     """Coefficient of each sequence's load-balance loss of the experts."""
     z_loss: NonNegative = 0.0

@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.collector import collector_paused
-from megarl.cpu import sglang_delta_net
+from megarl.cpu import sglang_delta_net, sglang_fp8
+from megarl.cpu.sglang_experts import sum_local_experts
 
 _KERNELS = "sgl_kernel"
 _VISION = "torchvision"
@@ -52,6 +53,7 @@ def patch_sglang() -> None:
     scatter_without_nccl()
     keep_memory_unpinned()
     norm_in_torch()
+    sglang_fp8.compute_with_codes()
 
 
 def set_environment() -> None:
@@ -214,8 +216,7 @@ def stand_in_for_torchvision() -> None:
 def skip_remote_experts() -> None:
     """Skip the experts of other ranks: SGLang gives them the id -1, which its torch code would use as an index.
 
-    With expert parallelism the outputs are summed over the local experts in order, whether or not a batch has such
-    ids, so that the order of addition is always the same. Other layers use SGLang's own function.
+    With expert parallelism the outputs are summed over the local experts; other layers use SGLang's own function.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -225,20 +226,14 @@ def skip_remote_experts() -> None:
         weights, ids, _ = topk_output
         if config.activation != "silu" or layer.moe_ep_size == 1:
             return original(layer, x, topk_output, config)
-        return _sum_local_experts(x, weights, ids, layer.w13_weight, layer.w2_weight)
+
+        def compute(expert: int, rows_TH: Tensor) -> Tensor:
+            gate, up = F.linear(rows_TH, layer.w13_weight[expert]).chunk(2, dim=-1)
+            return F.linear(F.silu(gate) * up, layer.w2_weight[expert])
+
+        return sum_local_experts(x, weights, ids, len(layer.w13_weight), compute)
 
     fused_moe_native.moe_forward_native = forward
-
-
-def _sum_local_experts(x: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """x [tokens, hidden], weights and ids [tokens, top-k], w13 [experts, 2 ffn, hidden], w2 [experts, hidden, ffn]."""
-    total = torch.zeros_like(x)
-    for expert in range(w13.shape[0]):
-        token, choice = torch.where(ids == expert)
-        gate, up = F.linear(x[token], w13[expert]).chunk(2, dim=-1)
-        out = F.linear(F.silu(gate) * up, w2[expert])
-        total.index_add_(0, token, (out * weights[token, choice, None]).to(x.dtype))
-    return total
 
 
 def use_latent_cache() -> None:

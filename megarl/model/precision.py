@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
+from megarl.fp8 import ScaleRule
 from megarl.model.families import layer_of, layer_prefix
 from megarl.model.families.layouts import ParamPart
 from megarl.model.quantisation import FP8_CONFIG, FP8_TILE
@@ -42,12 +43,14 @@ class Precision:
 
     weights: of the linear layers of attention, MLPs and experts, but for those that stay plain: those of the last
     `plain_last_layers` layers of the decoder, and of the kinds in `plain`: `kv_b_proj` of latent attention, the shared
-    experts. All other tensors are plain in any case: norms, biases, router, embedding and output layer.
+    experts. All other tensors are plain in any case: norms, biases, router, embedding and output layer. scales: the
+    rule by which a tile's scale follows from its largest magnitude.
     """
 
     weights: Format = "plain"
     plain_last_layers: int = 0
     plain: tuple[Kind, ...] = ()
+    scales: ScaleRule = "exact"
 
     @property
     def is_quantised(self) -> bool:
@@ -82,9 +85,10 @@ class Precision:
         kind = kind_of(shape, name)
         if kind in self.plain:
             return TensorFormat("plain", f"{kind} stays plain")
-        return TensorFormat(
-            "fp8", f"tiles of {FP8_TILE} x {FP8_TILE}, scale: the largest magnitude / 448"
-        )
+        rule = f"tiles of {FP8_TILE} x {FP8_TILE}, scale: the largest magnitude / 448"
+        if self.scales == "powers_of_two":
+            rule += ", rounded up to a power of two"
+        return TensorFormat("fp8", rule)
 
     def is_plain(self, shape: ModelShape, name: str) -> bool:
         """Whether a tensor stays as it is trained."""
@@ -143,11 +147,18 @@ def plain_modules(shape: ModelShape, precision: Precision) -> tuple[str, ...]:
     return tuple(modules)
 
 
-def fp8_config(plain: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` of a config.json with fp8 tiles. plain: the modules that have none."""
+def fp8_config(plain: Sequence[str], scales: ScaleRule) -> dict[str, Any]:
+    """`quantization_config` of a config.json with fp8 tiles. plain: the modules that have none.
+
+    scales: powers of two are named as DeepSeek-V3.1 names them. SGLang 0.5.21 reads the name for tiles of other widths
+    (dispatch_w8a8_block_fp8_linear in layers/quantization/fp8_utils.py), and leaves tiles of 128 as they are.
+    """
+    config = {**FP8_CONFIG}
+    if scales == "powers_of_two":
+        config["scale_fmt"] = "ue8m0"
     if plain:
-        return {**FP8_CONFIG, "modules_to_not_convert": [*plain]}
-    return {**FP8_CONFIG}
+        config["modules_to_not_convert"] = [*plain]
+    return config
 
 
 def _module(weight: str) -> str:

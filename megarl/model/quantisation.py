@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megarl.fp8 import TILE as FP8_TILE
 from megarl.model.hf_values import ConfigFile
 from megarl.types import UserError
 
-FP8_TILE = 128  # rows and columns of a weight that share one scale
 # of which config.json has at most one
 QUANTISATION_KEYS = "quantization_config", "compression_config"
 KEY = QUANTISATION_KEYS[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -179,8 +179,10 @@ class DuplicatedLinear(torch.nn.Module):
     """MLA's down projection, replicated on every tensor-parallel rank, each of which has a part of the tokens.
 
     Without TransformerEngine Megatron splits it by columns and leaves a part of the gradients unsummed. Has the
-    interface of TransformerEngine's linear layer; returns (output, no bias).
+    interface of TransformerEngine's linear layer; returns (output, no bias). multiply: [.., k], [n, k] -> [.., n].
     """
+
+    multiply: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any
@@ -193,7 +195,7 @@ class DuplicatedLinear(torch.nn.Module):
         config.init_method(self.weight)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        return F.linear(hidden, self.weight), None
+        return self.multiply(hidden, self.weight), None
 
 
 @contextmanager

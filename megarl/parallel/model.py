@@ -37,6 +37,7 @@ from megarl.model.lora_pairs import is_factor
 from megarl.model.shape import DeltaShape, MlaShape, ModelShape
 from megarl.parallel.cp_by_length import follow_rows
 from megarl.parallel.delta_net import DeltaNet, DeltaNetSubmodules
+from megarl.parallel.fp8_layers import engine_fields
 from megarl.parallel.latent import has_fused_rope, latent_fields
 from megarl.parallel.layer_kinds import GatedSelfAttention, LayerKind, delta_fields
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
@@ -227,6 +228,8 @@ def transformer_config(
         refuse_unscaled(train.megatron)
         kind = YarnConfig
     chosen = train.megatron | recompute_fields(train, stage)
+    if train.numbers == "engine" and TRANSFORMER_ENGINE:
+        fixed |= engine_fields()
     return make_config("train.megatron", kind, _default_fields(shape, facts) | chosen | fixed)
 
 

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from megarl.config import TrainConfig
 
 Made = TypeVar("Made")
-LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
-_NOT_PADDED = (
-    "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
-)
+# delayed, tensorwise and hybrid scaling, weights without masters: all have numbers that no engine has
+LOW_PRECISION = (
+    "fp8", "fp8_recipe", "fp8_param", "fp8_quantizer_factory", "fp8_margin", "fp8_interval", "fp8_amax_history_len",
+    "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention",
+    "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp4", "fp4_recipe",
+    "fp4_param", "fp4_quantizer_factory",
+)  # fmt: skip
+_OF_NUMBERS = "only fp8 with the engines' tiles and scales is taken, which train.numbers: engine and precision ask for"
 _DECIDED = "other keys of the recipe decide it, or megarl relies on its value"
 _NOT_GATHERED = "the reshard and the checks of replicas read the weights when a step ends, before they are all gathered"
 # Not allowed: other ways to shard parameters and gradients, which the weight maps, the checkpoints and the plan do not
@@ -44,7 +48,7 @@ def option_errors(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[Use
     fixed: returns the fields of TransformerConfig that the checkpoint, the layout and the loss's normalisation decide.
     """
     decided = fixed() if train.megatron else set()
-    refused = dict.fromkeys(LOW_PRECISION, _NOT_PADDED)
+    refused = dict.fromkeys(LOW_PRECISION, _OF_NUMBERS)
     refused |= dict.fromkeys(decided, "is decided by the checkpoint and the other train keys")
     names = _names(TransformerConfig) - decided
     errors = [*_errors("train.megatron", train.megatron, TransformerConfig, refused, names)]

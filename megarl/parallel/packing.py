@@ -26,13 +26,14 @@ class Split:
     cp: int = 1
     cp_rank: int = 0
     align: int = 1  # every sequence's length is padded to a multiple of this
+    rows: int = 1  # the tokens of each tp rank are padded to a multiple of this
 
     @property
     def multiple(self) -> int:
         """Tokens that the whole row is padded to a multiple of."""
         if self.cp > 1:
-            return self.cp * math.lcm(2, self.tp)
-        return self.tp
+            return self.cp * math.lcm(2, self.tp * self.rows)
+        return self.tp * self.rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from megarl.model.lora_pairs import LoraPair
 from megarl.numerics.parts import OutputPart
 from megarl.parallel import (
     dist_checkpoint,
+    fp8_layers,
     groups,
     host_offload,
     lora,
@@ -36,7 +37,7 @@ from megarl.parallel.replicas import Replicated, replicated_gradients, replicate
 from megarl.parallel.routing import Choices, Router, Routing
 from megarl.parallel.shared_rows import pack_shared
 from megarl.parallel.tp_attributes import set_tp_attributes
-from megarl.placement.roles import Role
+from megarl.placement.roles import Role, engine_precision
 from megarl.timeline import recorder
 from megarl.types import TrainSequence
 from megarl.types.arrays import TokenArrays
@@ -50,7 +51,8 @@ class RankModel:
     are loaded, `make_optimizer` copies them. Raises UserError for a Megatron option that does not fit. tp_split_params:
     this rank's weights that are split over TP, as `megatron_map.split_params` says. is_published: engines map the
     parameters, which therefore never move. pairs: the factors of this rank's adapters, where the recipe has `lora`; the
-    weights themselves are frozen then. A role that does not train has no gradients and no optimizer.
+    weights themselves are frozen then. fp8_params: this rank's weights that `train.numbers: engine` computes with in
+    fp8, as `megatron_map.fp8_params` says. A role that does not train has no gradients and no optimizer.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RankModel:
         store: Store,
         *,
         tp_split_params: Collection[str],
+        fp8_params: Collection[str] = (),
         is_published: bool = True,
         pairs: Sequence[LoraPair] = (),
     ) -> None:
@@ -76,6 +79,11 @@ class RankModel:
         layout = role.layout
         shape = role.shape
         facts = role.model.required_facts
+        precision = engine_precision(recipe)
+        self._rows = 1
+        if fp8_params and model.TRANSFORMER_ENGINE:
+            fp8_layers.set_environment(precision.scales, train.fp8_backward)
+            self._rows = fp8_layers.row_multiple(layout.tp)
         self.rank = rank
         self.shape = shape
         self.layout = layout
@@ -89,6 +97,8 @@ class RankModel:
         routing = Routing()
         chunks = model.build_chunks(config, facts, shape, layout, rank, routing)
         set_tp_attributes(chunks, tp_split_params, config.sequence_parallel)
+        if fp8_params:
+            fp8_layers.use_engine_numbers(chunks, fp8_params, precision.scales, train.fp8_backward)
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
         size = role.lora
@@ -133,8 +143,11 @@ class RankModel:
         layout = self.layout
         ranks = sequences[0].cp if sequences else 1
         if ranks > 1:
-            return packing.Split(layout.tp, ranks, self.at.dp % ranks, layout.tokens_align)
-        return packing.Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
+            cp_rank = self.at.dp % ranks
+        else:
+            ranks = layout.cp
+            cp_rank = self.at.cp
+        return packing.Split(layout.tp, ranks, cp_rank, layout.tokens_align, self._rows)
 
     def layer_outputs(
         self,

@@ -293,11 +293,6 @@ class EngineLayout:
             kv_heads = shape.num_heads
         else:
             kv_heads = shape.num_kv_heads
-        if self.fp8:
-            problem = "SGLang's kernels for fp8 weights need a GPU"
-            yield UserError(
-                "rollout.engine.weights", problem, "set rollout.engine.weights to plain"
-            )
         if self.deepep:
             yield UserError("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather")
         if self.draft:

@@ -119,7 +119,9 @@ def engine_precision(recipe: Recipe) -> Precision:
 
 def precision_of(recipe: Recipe, weights: Format) -> Precision:
     """The same with other formats of the weights that do not stay plain, as an exported checkpoint may have them."""
-    return Precision(weights, recipe.precision.plain_last_layers, recipe.precision.plain)
+    precision = recipe.precision
+    scales = precision.scales or ("powers_of_two" if recipe.train.numbers == "engine" else "exact")
+    return Precision(weights, precision.plain_last_layers, precision.plain, scales)
 
 
 def engine_layout(recipe: Recipe) -> EngineLayout:
@@ -381,7 +383,7 @@ def _auxiliary_recipe(
         if value is not None and key in type(recipe.train).model_fields
     }
     train = recipe.train.model_copy(
-        update={**sizes, **train_keys, "mtp_loss": 0.0, "replay": "off"}
+        update={**sizes, **train_keys, "mtp_loss": 0.0, "replay": "off", "numbers": "plain"}
     )
     gpus = ranks.gpus or train_layout(recipe).world_size
     placement = recipe.placement.model_copy(

@@ -52,6 +52,7 @@ from megarl.preflight.model_checks import (
     reward_model_errors,
     tokenizer_errors,
 )
+from megarl.preflight.number_checks import number_errors
 from megarl.preflight.phase_checks import phase_errors
 from megarl.preflight.prefix_checks import prefix_errors
 from megarl.preflight.reward_checks import reward_errors
@@ -342,6 +343,7 @@ _BOTH_SIDES = (
     _megatron,
     _lora,
     lambda case: prefix_errors(case.roles),
+    lambda case: number_errors(case.roles),
 )
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
     "train": (_environment, _layers, *_BOTH_SIDES),
@@ -356,6 +358,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         lambda case: phase_errors(case.roles),
         lambda case: lora_errors(case.roles),
         lambda case: prefix_errors(case.roles),
+        lambda case: number_errors(case.roles),
         lambda case: external_errors(case.roles),
         _planned,
     ),
@@ -369,6 +372,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         _megatron,
         _lora,
         lambda case: prefix_errors(case.roles),
+        lambda case: number_errors(case.roles),
         _critic,
         _only_training,
     ),

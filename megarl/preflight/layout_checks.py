@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
-from megarl.model.precision import PLAIN
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles
@@ -62,9 +61,7 @@ def engine_errors(roles: Roles, shape: ModelShape, device: str) -> Errors:
     gpus = roles.recipe.placement.gpus
     if device != "cpu":
         return roles.engines.errors(shape, gpus) or roles.engines.gpu_errors(shape)
-    # on CPU fp8 itself is the error, not the tiles that it cuts
-    without_tiles = replace(roles.engines, precision=PLAIN)
-    return without_tiles.errors(shape, gpus) or roles.engines.cpu_errors(shape)
+    return roles.engines.errors(shape, gpus) or roles.engines.cpu_errors(shape)
 
 
 @listed

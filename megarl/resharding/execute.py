@@ -7,6 +7,7 @@ or strided copies are packed. While the messages of a round are on the wire, the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, cast
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.device import BACKEND, DEVICE
+from megarl.fp8 import ScaleRule
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.tensors import Size
 from megarl.resharding import fp8
@@ -135,13 +137,19 @@ class OnTheWay(NamedTuple):
 class Executor:
     """Executes one plan on one set of parameters; its views are valid as long as no parameter moves.
 
-    transform: computes what is sent from the sources; None: they are sent as they are.
+    transform: computes what is sent from the sources; None: they are sent as they are. scales: of fp8 tiles.
     """
 
     def __init__(
-        self, plan: MemberPlan, sources: Params, targets: Params, transform: Transform | None = None
+        self,
+        plan: MemberPlan,
+        sources: Params,
+        targets: Params,
+        transform: Transform | None = None,
+        scales: ScaleRule = "exact",
     ) -> None:
         self.plan = plan
+        self._scales: ScaleRule = scales
         self._addresses = _addresses(sources), _addresses(targets)
         whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
         self._local = [
@@ -201,7 +209,7 @@ class Executor:
             with span(f"round {index + 1}", sent_bytes=step.sent_bytes):
                 if step.drain:
                     pending = _finish(pending, timeout_s, ask)
-                posted = _post(group, step, out[index % 2], into[index % 2])
+                posted = _post(group, step, out[index % 2], into[index % 2], self._scales)
                 if index == 0:
                     self._copy_local()
                 _finish(pending, timeout_s, ask)
@@ -222,7 +230,7 @@ class Executor:
 
     def _copy_local(self) -> None:
         for copy, into, out_of in self._local:
-            fill(copy, into, out_of)
+            fill(copy, into, out_of, self._scales)
 
 
 def source_views(
@@ -255,8 +263,11 @@ def target_views(piece: Piece, targets: Params) -> list[Tensor]:
     return views(targets, piece.copy.target_param, piece.at(piece.copy.target_at), piece.size)
 
 
-def fill(copy: Copy, into: Sequence[Tensor], elements: Source) -> None:
-    """Copy items from one list of [items, rows, cols] to another, converted to the wire's data type."""
+def fill(copy: Copy, into: Sequence[Tensor], elements: Source, scales: ScaleRule) -> None:
+    """Copy items from one list of [items, rows, cols] to another, converted to the wire's data type.
+
+    scales: of fp8 tiles.
+    """
     if boxes := _computed(elements):
         for target, box in zip(into if len(into) > 1 else into[0].split(1), boxes, strict=True):
             box.write(target)
@@ -264,7 +275,7 @@ def fill(copy: Copy, into: Sequence[Tensor], elements: Source) -> None:
     out_of = cast(Sequence[Tensor], elements)
     if len(into) != len(out_of):  # one side has a parameter for each item, the other one a stack
         into, out_of = (items if len(items) > 1 else items[0].split(1) for items in (into, out_of))
-    convert = _converter(copy, out_of)
+    convert = _converter(copy, out_of, scales)
     if convert is None:
         torch._foreach_copy_(list(into), list(out_of))  # pyright: ignore[reportPrivateImportUsage]
         return
@@ -287,19 +298,21 @@ def _scratch_bytes(copy: Copy, source: Source) -> int:
     if boxes := _computed(source):
         return boxes[0].scratch_bytes
     elements = cast(Sequence[Tensor], source)
-    if _converter(copy, elements):
+    if _converter(copy, elements, "exact"):
         return SCRATCH_BYTES * FP8_TILE * elements[0].shape[2]
     return 0
 
 
-def _converter(copy: Copy, source: Sequence[Tensor]) -> Callable[[Tensor], Tensor] | None:
+def _converter(
+    copy: Copy, source: Sequence[Tensor], scales: ScaleRule
+) -> Callable[[Tensor], Tensor] | None:
     """The function that converts a block of source elements for the wire; None where a plain copy suffices."""
     if copy.forwarded:
         return None
     if copy.name.endswith(SCALE_SUFFIX):
-        return fp8.tile_scales
+        return partial(fp8.tile_scales, rule=scales)
     quantised = copy.dtype == FP8 and source[0].dtype != torch.float8_e4m3fn
-    return fp8.quantise if quantised else None
+    return partial(fp8.quantise, rule=scales) if quantised else None
 
 
 def _send_buffer(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> SendBuffer:
@@ -317,13 +330,13 @@ def _send_buffer(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> SendBuffe
     if (
         in_one_run
         and tensors[0].dtype == getattr(torch, piece.copy.dtype)
-        and not _converter(piece.copy, tensors)
+        and not _converter(piece.copy, tensors, "exact")
     ):
         return SendBuffer(peer, num_bytes, tensors[0].flatten().view(torch.uint8), ())
     return SendBuffer(peer, num_bytes, None, tuple(pieces))
 
 
-def _post(group: Any, step: MemberRound, out: Tensor, into: Tensor) -> OnTheWay:
+def _post(group: Any, step: MemberRound, out: Tensor, into: Tensor, scales: ScaleRule) -> OnTheWay:
     """Post a round: first the receives, for peers that are ahead, then each send as soon as it is packed."""
     unpack: list[tuple[SendBuffer, Tensor]] = []
     if not (step.receives or step.sends):
@@ -335,7 +348,7 @@ def _post(group: Any, step: MemberRound, out: Tensor, into: Tensor) -> OnTheWay:
                 unpack.append((send_buffer, buffer))
         for send_buffer, buffer in _places(step.sends, out):
             for piece, elements, place in send_buffer.stage(buffer):
-                fill(piece.copy, [place], elements)
+                fill(piece.copy, [place], elements, scales)
             works.append((send_buffer.peer, group.send([buffer], send_buffer.peer, 0)))
     return OnTheWay(works, unpack)
 

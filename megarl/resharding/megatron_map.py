@@ -20,11 +20,12 @@ from typing import NamedTuple
 from megarl.model.families import layer_of, layer_prefix, mtp_block, mtp_prefix
 from megarl.model.families.blocks import Block
 from megarl.model.families.layouts import STACK, ParamPart
+from megarl.model.precision import Precision
 from megarl.model.shape import SCORE, ModelShape
 from megarl.model.tensors import EMBEDDING, FINAL_NORM, INPUT_NORM, LM_HEAD, MLP_NORM
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.block_shards import Grid, entry_shards, offsets
-from megarl.resharding.shards import Box, Part, Shard, cells, intersect, share
+from megarl.resharding.shards import Box, LayoutError, Part, Shard, cells, intersect, share
 
 Shards = Iterator[Shard]
 
@@ -84,6 +85,27 @@ def split_params(
     else:
         experts = ()
     return frozenset(split | _boxes(experts).keys())
+
+
+def fp8_params(
+    shape: ModelShape,
+    layout: TrainLayout,
+    rank: int,
+    precision: Precision,
+    transformer_engine: bool = False,
+) -> frozenset[str]:
+    """The parameters of training rank `rank` whose tensors engines have in fp8.
+
+    Raises LayoutError where a parameter has tensors of both formats.
+    """
+    formats: dict[str, set[bool]] = {}
+    for shard in shards(shape, layout, rank, transformer_engine):
+        for param, _ in cells(shard):
+            formats.setdefault(param, set()).add(precision.is_plain(shape, shard.name))
+    for param, found in formats.items():
+        if len(found) > 1:
+            raise LayoutError(f"{param} has tensors in fp8 and plain ones")
+    return frozenset(param for param, found in formats.items() if found == {False})
 
 
 def _boxes(rank_shards: Iterable[Shard]) -> dict[str, list[tuple[str, Box]]]:

@@ -51,7 +51,13 @@ class Planner:
             self._executor = None
         if self._executor is None or not self._executor.fits(sources, targets):
             plan = self._plan[1]
-            self._executor = Executor(plan, sources, targets, self._payload.transform)
+            self._executor = Executor(
+                plan,
+                sources,
+                targets,
+                self._payload.transform,
+                self._session.engine.precision.scales,
+            )
             self.seconds += time.perf_counter() - started
         return self._executor
 

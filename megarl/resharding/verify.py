@@ -142,7 +142,8 @@ class Verifier:
         piece = Piece(copy, 0, copy.size[0])
         staged = torch.empty(copy.size, dtype=getattr(torch, copy.dtype), device=DEVICE)
         if side == "source":
-            fill(copy, [staged], source_views(piece, self.sources, self.targets, self.transform))
+            source = source_views(piece, self.sources, self.targets, self.transform)
+            fill(copy, [staged], source, self.engine.precision.scales)
         else:
             views = target_views(piece, self.targets)
             for place, part in zip(

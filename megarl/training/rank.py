@@ -26,7 +26,7 @@ from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
-from megarl.placement.roles import Role
+from megarl.placement.roles import Role, engine_precision
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.timeline import recorder
@@ -72,11 +72,16 @@ class TrainingRank:
         self._last_disk_call = 0
         self._store = device.join_store(meet, recipe.run.timeout_s)
         of_rank = shape, self.layout, rank
+        fp8_params: frozenset[str] = frozenset()
+        if recipe.train.numbers == "engine":
+            precision = engine_precision(recipe)
+            fp8_params = megatron_map.fp8_params(*of_rank, precision, model.TRANSFORMER_ENGINE)
         self._model = RankModel(
             rank,
             role,
             self._store,
             tp_split_params=megatron_map.split_params(*of_rank, model.TRANSFORMER_ENGINE),
+            fp8_params=fp8_params,
             is_published=is_published,
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
         )

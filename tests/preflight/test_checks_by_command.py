@@ -139,7 +139,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(r
     [
         ("placement.gpus=6", "placement.gpus: 6 GPUs are not a multiple of train.tp x train.pp = 4"),
         ("rollout.engine.tp=8", "rollout.engine.count: 1 engines of 8 ranks end at GPU 8, there are 4"),
-        ("rollout.engine.weights=fp8", "rollout.engine.weights: SGLang's kernels for fp8 weights need a GPU"),
+        ("rollout.engine.weights=fp8", "rollout.engine.tp: a rank's 64 of q_proj cut a tile of 128"),
         ("placement.train_gpus=8", "placement.train_gpus: 8 is more than placement.gpus (4)"),
         (
             "placement.gpus=8 placement.train_gpus=6",

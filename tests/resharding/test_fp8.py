@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megarl.fp8.codes import LARGEST, quantise, tile_scales
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
-from megarl.resharding.fp8 import LARGEST, quantise, tile_scales, with_scales
+from megarl.resharding.fp8 import with_scales
 from megarl.resharding.shards import LayoutError, Part, Shard
 from tests.resharding.fp8_tiles import TILE, one_tile_at_a_time
 

@@ -246,7 +246,7 @@ def _config_values(settings: EngineSettings) -> JsonObject:
     if settings.layout.fp8 or (settings.quantised and not settings.load_weights):
         values |= dict.fromkeys(QUANTISATION_KEYS)
     if settings.layout.fp8:
-        values[KEY] = fp8_config(settings.plain_modules)
+        values[KEY] = fp8_config(settings.plain_modules, settings.layout.precision.scales)
     return values
 
 
