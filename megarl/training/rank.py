@@ -31,6 +31,7 @@ from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.timeline import recorder
 from megarl.training.batching import Update
+from megarl.training.matrices import matrix_parts
 from megarl.training.update_guard import UpdateGuard
 from megarl.types import ByteArray, FloatArray, TrainSequence, regrouped
 from megarl.types.arrays import TokenArrays
@@ -72,6 +73,7 @@ class TrainingRank:
         self._last_disk_call = 0
         self._store = device.join_store(meet, recipe.run.timeout_s)
         of_rank = shape, self.layout, rank
+        has_muon = recipe.train.optimizer_name == "muon"
         self._model = RankModel(
             rank,
             role,
@@ -79,6 +81,7 @@ class TrainingRank:
             tp_split_params=megatron_map.split_params(*of_rank, model.TRANSFORMER_ENGINE),
             is_published=is_published,
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
+            matrices=matrix_parts(*of_rank, model.TRANSFORMER_ENGINE) if has_muon else (),
         )
         self._pack = self._model.pack
         self._guard = UpdateGuard(self._model, self.layout, recipe.run.compare_replicas_every)
