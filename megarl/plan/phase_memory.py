@@ -46,6 +46,7 @@ from megarl.plan.engine_memory import (
 )
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, ModelSizes
+from megarl.plan.muon_cost import MOMENT_BYTES
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.turns import tools_bytes
 from megarl.rollout.sglang.batch_sizes import step_sequences
@@ -353,8 +354,10 @@ class _StageRank:
             )
         if not size.trains:
             return Parts(weights_bytes=weights)
-        state = 0 if train.optimizer_offload else state_bytes(train, size.weight_bytes)
-        return Parts(weights, trained * GRADIENT_BYTES, self._share * state)
+        state = 0
+        if not train.optimizer_offload:
+            state = self._share * state_bytes(train, size.weight_bytes) - self._unneeded_moments
+        return Parts(weights, trained * GRADIENT_BYTES, state)
 
     @cached_property
     def at_work(self) -> Parts:
@@ -378,6 +381,11 @@ class _StageRank:
         return math.ceil(self.size.optimizer_share(self.stage))
 
     @property
+    def _unneeded_moments(self) -> int:
+        """Bytes of second moments that matrices do not have with Muon."""
+        return math.floor(MOMENT_BYTES * self.size.muon(self.stage).elements)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of a copy of what the rank trains (parallel/state_bytes.py): weights, master weights and moments."""
         train = self.size.recipe.train
@@ -386,7 +394,8 @@ class _StageRank:
             optimizer = MASTER_BYTES * (item == 2) + MOMENTS_BYTES
         else:
             optimizer = state_bytes(train, item)
-        return self.size.trained(self.stage) * item + self._share * optimizer
+        whole = self.size.trained(self.stage) * item + self._share * optimizer
+        return whole - self._unneeded_moments
 
     def host(self, is_shared: bool, recipe: Recipe) -> dict[str, int]:
         """Bytes of the rank's host by purpose."""
@@ -422,7 +431,7 @@ class _StageRank:
         copied = self.size.weight_bytes
         if not self.size.recipe.train.optimizer_offload:
             copied += MASTER_BYTES + MOMENTS_BYTES
-        return chunks + copied * self._share
+        return chunks + copied * self._share - self._unneeded_moments
 
 
 def communicators(layout: TrainLayout) -> int:
