@@ -84,7 +84,7 @@ class TrainConfig(Branch):
     layers_per_stage: Annotated[tuple[Whole, ...], Field(strict=False)] = ()
     """Layers of each of the `train.pp` x `train.vpp` stages, which make all layers of the model; empty: even stages."""
     lr: LearningRate
-    """Learning rate of AdamW for the policy, after the warm-up."""
+    """Learning rate for the policy, after the warm-up."""
     warmup_steps: Whole = 0
     """Steps over which the learning rate rises linearly to `train.lr`."""
     lr_schedule: LrSchedule = "constant"
@@ -92,7 +92,7 @@ class TrainConfig(Branch):
     lr_end: Share = 0.0
     """Share of `train.lr` that a linear or cosine schedule reaches after the last step."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay."""
     grad_clip: Positive = 1.0
     """Norm to which the gradient of all weights together is clipped."""
     tokens_per_micro_batch: Count = 4096
@@ -116,6 +116,9 @@ class TrainConfig(Branch):
     """Step of DeepSeek's router biases towards balance, after each update; 0: they stay."""
     replay: Literal["off", "r2", "r3"] = "off"
     """Routing replay: updates use the experts that the old policy chose (r2), or the engine (r3)."""
+    optimizer_name: Literal["adamw", "muon"] = "adamw"
+    """muon: whole matrices of linear layers are learnt by Muon (arXiv 2502.16982), with AdamW's rates, and all other
+    weights by AdamW."""
     optimizer_offload: bool = False
     """The optimizer's state is in host memory, and its step is computed there."""
     local_layers: bool = False

@@ -106,6 +106,7 @@ class Progress:
     sampling: JsonObject  # what the groups of the buffer depend on: `sampling_keys`
     lora: JsonObject | None = None  # `adapter_identity`, in a run that trains adapters
     model: JsonObject = field(default_factory=dict)  # `model_keys`; empty before 28 November 2026
+    optimizer: str = "adamw"  # `train.optimizer_name`
     format: int = FORMAT
 
 
@@ -136,6 +137,10 @@ def find(recipe: Recipe, prompts: PromptStream, say: Say) -> Snapshot | None:
         )
         hint = "set it to 0, or choose another run.name"
         errors.append(UserError("train.mtp_loss", problem, hint))
+    if recipe.train.optimizer_name != then.optimizer:
+        problem = f"{recipe.train.optimizer_name}, and {snapshot.folder} has the state of {then.optimizer}"
+        hint = f"set it to {then.optimizer}, or choose another run.name"
+        errors.append(UserError("train.optimizer_name", problem, hint))
     errors += _critic_errors(snapshot, then, recipe) + _buffer_errors(snapshot, then, recipe)
     if errors:
         raise UserErrors(errors)

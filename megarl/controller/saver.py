@@ -141,6 +141,7 @@ class Saver:
             data=self._prompts.fingerprint,
             seed=self._recipe.run.seed,
             trains_mtp=self._recipe.train.mtp_loss > 0,
+            optimizer=self._recipe.train.optimizer_name,
             shape=asdict(self._fleet.roles.policy.shape),
             critic=critic_of(self._fleet.roles),
             buffer=BufferState.of(buffer),

@@ -34,6 +34,7 @@ from megarl.parallel import lora_checkpoint
 from megarl.parallel.fused_adam import keeps_remainders
 from megarl.parallel.held_errors import forget_errors, hold_errors, raise_held
 from megarl.parallel.model import Chunk
+from megarl.parallel.muon import Muon
 from megarl.parallel.optimizer import stepping
 from megarl.parallel.stored_boxes import (
     loaded_states,
@@ -271,13 +272,15 @@ def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
 
 
 def start_states(optimizer: ChainedOptimizer) -> None:
-    """Create AdamW's state, which it makes only in its first step and Megatron needs now."""
+    """Create the optimizer's state, which it makes only in its first step and Megatron needs now."""
     for chained in stepping(optimizer):
         inner = chained.optimizer
         if isinstance(inner, HybridDeviceOptimizer):
             for on_host in inner.cpu_optimizers:
                 _start_adamw(on_host)
             inner._sync_sub_optimizers_state_to_hdo()
+        elif isinstance(inner, Muon):
+            inner.start_state()
         elif isinstance(inner, torch.optim.AdamW):
             _start_adamw(inner)
         elif inner.state:

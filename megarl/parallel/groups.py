@@ -162,6 +162,11 @@ def dp_cp_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)  # type: ignore[return-value]
 
 
+def stage_group() -> dist.ProcessGroup:
+    """All ranks of this rank's pipeline stage, which hold its layers, experts included."""
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)  # type: ignore[return-value]
+
+
 def dp_group() -> dist.ProcessGroup:
     """The data-parallel ranks, which hold the same dense shard and train on different sequences."""
     return parallel_state.get_data_parallel_group()  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""AdamW over a rank's model chunks, and moving its state between GPU and host."""
+"""AdamW, or Muon with it, over a rank's model chunks, and moving its state between GPU and host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from torch import Tensor
 
 from megarl.cpu.megatron_patches import stepping_with
 from megarl.device import DEVICE
+from megarl.parallel import groups
 from megarl.parallel.fused_adam import FusedAdam
+from megarl.parallel.matrix_exchange import MatrixPart
+from megarl.parallel.muon import use_muon
 from megarl.parallel.option_values import PRECISION_AWARE, state_dtype
 from megarl.parallel.options import make_config
+from megarl.parallel.param_names import named_parameters
 from megarl.types import UserError
 from megarl.types.tensors import ModelChunks
 
@@ -27,12 +31,16 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(
-    chunks: Sequence[DistributedDataParallel], train: TrainConfig, dtype: torch.dtype
+    chunks: Sequence[DistributedDataParallel],
+    train: TrainConfig,
+    dtype: torch.dtype,
+    matrices: Sequence[MatrixPart] = (),
 ) -> ChainedOptimizer:
     """AdamW with its state sharded over the data-parallel ranks; call it after the weights are loaded.
 
-    Betas are 0.9 and 0.999 unless train.optimizer sets them. Norm weights are not decayed. Raises UserError where
-    TransformerEngine is missing and the recipe asks for its optimizer.
+    With `train.optimizer_name: muon` it is Muon for the matrices of which this rank has the parts `matrices`, and the
+    call is collective. Betas are 0.9 and 0.999 unless train.optimizer sets them. Norm weights are not decayed. Raises
+    UserError where TransformerEngine is missing and the recipe asks for its optimizer.
     """
     error = transformer_engine_error(train, offloads(train))
     if error:
@@ -49,6 +57,10 @@ def build_optimizer(
     for group in optimizer.param_groups:
         group["weight_decay"] = train.weight_decay * group["wd_mult"]
     assert isinstance(optimizer, ChainedOptimizer)  # one for the dense weights, one for the experts
+    if train.optimizer_name == "muon":
+        params = dict(named_parameters([chunk.module for chunk in chunks]))
+        for chained in stepping(optimizer):
+            use_muon(chained, params, matrices, groups.stage_group(), dtype)
     return optimizer
 
 

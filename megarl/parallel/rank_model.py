@@ -30,6 +30,7 @@ from megarl.parallel import (
 from megarl.parallel.finiteness import Finiteness
 from megarl.parallel.layer_outputs import LayerRecorder
 from megarl.parallel.local_spec import use_local_layers
+from megarl.parallel.matrix_exchange import MatrixPart
 from megarl.parallel.options import effective_options
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.pipeline import Pipeline
@@ -52,7 +53,8 @@ class RankModel:
     this rank's weights that are split over TP, as `megatron_map.split_params` says. is_published: engines map the
     parameters, which therefore never move. pairs: the factors of this rank's adapters, where the recipe has `lora`; the
     weights themselves are frozen then. fp8_params: this rank's weights that `train.numbers: engine` computes with in
-    fp8, as `megatron_map.fp8_params` says. A role that does not train has no gradients and no optimizer.
+    fp8, as `megatron_map.fp8_params` says. matrices: this rank's parts of all matrices, for `train.optimizer_name:
+    muon`. A role that does not train has no gradients and no optimizer.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class RankModel:
         fp8_params: Collection[str] = (),
         is_published: bool = True,
         pairs: Sequence[LoraPair] = (),
+        matrices: Sequence[MatrixPart] = (),
     ) -> None:
         recipe = role.recipe
         self._dtype = model.DTYPES[recipe.model.dtype]
@@ -88,6 +91,7 @@ class RankModel:
         self.shape = shape
         self.layout = layout
         self._train = train
+        self._matrices = matrices
         self._asynchronous = recipe.checkpoint.asynchronous
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
@@ -183,8 +187,10 @@ class RankModel:
         return layer_recorder.parts
 
     def make_optimizer(self) -> None:
-        """Make AdamW's state from this rank's weights as they are now."""
-        self.optimizer = optimizer.build_optimizer(self.chunks, self._train, self._dtype)
+        """Make the optimizer's state from this rank's weights as they are now."""
+        self.optimizer = optimizer.build_optimizer(
+            self.chunks, self._train, self._dtype, self._matrices
+        )
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Megatron's options that this rank runs with, as a recipe writes them under `train`."""
@@ -231,7 +237,7 @@ class RankModel:
             chunk.zero_grad_buffer()
 
     def step(self, lr: float) -> float:
-        """One AdamW step on the accumulated gradients; returns their norm before clipping.
+        """One optimizer step on the accumulated gradients; returns their norm before clipping.
 
         Raises FloatingPointError when it is not finite.
         """

@@ -26,10 +26,13 @@ from torch import Tensor
 from megarl.device import DEVICE
 from megarl.parallel.boxes import CHUNK_BYTES, Box, boxes
 from megarl.parallel.fused_adam import joined, keeps_remainders, remainders
+from megarl.parallel.muon import MOMENTUM_STATE, Muon
 from megarl.parallel.optimizer import stepping
+from megarl.parallel.shard_ranges import shard_ranges, stepped
 
-# AdamW's state of a weight, by the names that the tensors have in a checkpoint; all float32
-STATES = ("param", "exp_avg", "exp_avg_sq")
+# The state of a weight, by the names that the tensors have in a checkpoint; all float32.
+STATES = ("param", "exp_avg", "exp_avg_sq")  # AdamW's
+MUON_STATES = ("param", MOMENTUM_STATE)
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,17 @@ class OwnPart:
     end: int
     is_written: bool
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of its state: STATES, or MUON_STATES of a matrix; none where this rank has no element."""
+        if self.start == self.end:
+            return ()
+        if isinstance(self._inner, Muon) and self._inner.is_matrix(self._stepped):
+            return MUON_STATES
+        return STATES
+
     def state(self, name: str) -> Tensor:
-        """One of STATES, flat: the optimizer's own tensor, or a copy of a compressed one."""
+        """One of `states`, flat: the optimizer's own tensor, or a copy of a compressed one."""
         if self._is_compressed:
             held = self._inner.get_unscaled_state(self._stepped, _held_name(name))
             if self._is_remainder(name):
@@ -144,7 +156,7 @@ class OwnPart:
         return self._inner.state[self._stepped][name]
 
     def room(self, name: str) -> Tensor:
-        """A flat tensor to read one of STATES into: the optimizer's own, or a new one, which `take` then reads."""
+        """A flat tensor to read one of `states` into: the optimizer's own, or a new one, which `take` then reads."""
         if self._is_compressed:
             return torch.empty(self.end - self.start)
         return self.state(name)
@@ -169,8 +181,7 @@ class OwnPart:
     @property
     def _stepped(self) -> Tensor:
         """What it steps on in the parameter's place."""
-        group, place = self.optimizer.model_param_group_index_map[self.param]
-        return self._inner.param_groups[group]["params"][place]
+        return stepped(self.optimizer, self.param)
 
     @property
     def _is_compressed(self) -> bool:
@@ -195,28 +206,13 @@ def own_parts(optimizer: ChainedOptimizer, weights: Sequence[Weight]) -> dict[Te
         # the ranks that share an optimizer hold all of its parameters' state: where one has the main replica, all write
         is_written = torch.tensor([param in mains for param in params], device=DEVICE).int()
         dist.all_reduce(is_written, dist.ReduceOp.MAX, group=chained.data_parallel_group)
-        ranges = _ranges(chained)
+        ranges = shard_ranges(chained)
         for param, writes in zip(params, is_written.tolist(), strict=True):
             start, end = ranges.get(param, (0, 0))
             parts[param] = OwnPart(chained, param, start, end, bool(writes))
     unknown = len(parts.keys() - {weight.param for weight in weights})
     assert not unknown, f"{unknown} trained parameters are in no sharded state dict"
     return parts
-
-
-def _ranges(chained: Any) -> dict[Tensor, tuple[int, int]]:
-    """By parameter, the first and last element that this rank steps on."""
-    buckets = [
-        bucket
-        for by_dtype in chained.gbuf_ranges
-        for buckets_of_dtype in by_dtype.values()
-        for bucket in buckets_of_dtype
-    ]
-    return {
-        param: (ranges["param"].start, ranges["param"].end)
-        for bucket in buckets
-        for param, ranges in bucket["param_map"].items()
-    }
 
 
 @dataclass(frozen=True)
@@ -250,7 +246,7 @@ def _written(weight: Weight, part: OwnPart | None) -> Iterator[tuple[str, Elemen
     if part is None or not part.is_written:
         return
     yield name, weight.values(part.start, part.end)
-    for state in STATES:
+    for state in part.states:
         values = partial(part.state, state)
         yield _state_name(state, name), Elements(part.start, part.end, torch.float32, values)
 
@@ -270,18 +266,15 @@ def loaded_states(
 ) -> tuple[list[ShardedTensor], Callable[[], None]]:
     """The boxes in which the state of this rank's parts is read; and what is to be called once they are."""
     rooms = {
-        (param, state): part.room(state)
-        for param, part in parts.items()
-        for state in STATES
-        if part.start < part.end
+        (param, state): part.room(state) for param, part in parts.items() for state in part.states
     }
     stored: list[ShardedTensor] = []
     for weight in weights:
-        for state in STATES:
-            room = rooms.get((weight.param, state))
-            if room is None:
-                continue
-            part = parts[weight.param]
+        part = parts.get(weight.param)
+        if part is None:
+            continue
+        for state in part.states:
+            room = rooms[weight.param, state]
             held = Elements(part.start, part.end, room.dtype, partial(Tensor.view, room, -1))
             stored += _read(weight, _state_name(state, weight.shard.key), held)
 

@@ -157,7 +157,8 @@ def _takes_row(recipe: Recipe, overlay: Overlay, cp: int | str, budget: int) -> 
 
 def _optimizer_states(recipe: Recipe) -> Iterator[Overlay]:
     """Where AdamW's state is, and in which types, as keys of `train`; on the GPU it is smaller than by default."""
-    if recipe.lora or recipe.model.dtype != "bfloat16":
+    has_muon = recipe.train.optimizer_name == "muon"
+    if recipe.lora or has_muon or recipe.model.dtype != "bfloat16":
         yield {"optimizer_offload": False}
         return
     yield {"optimizer_offload": True}

@@ -263,7 +263,8 @@ def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
     if phase in ("train", "critic"):
         num_stages = max(role.layout.pp for role in models.values() if role.trains)
         yield from _recompute_changes(models["policy"].shape, train, num_stages)
-    if phase != "score" and not train.optimizer_offload:
+    has_adamw = train.optimizer_name == "adamw"
+    if phase != "score" and has_adamw and not train.optimizer_offload:
         for options in smaller_states(recipe):
             if options != train.optimizer:
                 yield {"train.optimizer": options}

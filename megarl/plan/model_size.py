@@ -16,6 +16,7 @@ from megarl.config import Recipe
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.roles import Role, RoleName, resolve
 from megarl.plan.adapter_sizes import Stages, adapter_parameters, with_adapters
+from megarl.plan.muon_cost import MuonWork, muon_work
 from megarl.resharding.routes import item_bytes
 from megarl.types import UserError
 from megarl.types.json_objects import JsonObject
@@ -81,6 +82,13 @@ class ModelSize(Role):
         dense = self.layout.dp * self.layout.cp
         expert = self.layout.edp
         return sum(chunk.dense / dense + chunk.expert / expert for chunk in self.stages[stage])
+
+    def muon(self, stage: int) -> MuonWork:
+        """What Muon does on a rank of the stage; nothing with AdamW."""
+        train = self.recipe.train
+        if train.optimizer_name != "muon":
+            return MuonWork()
+        return muon_work(self.shape, self.layout, stage, trains_mtp=train.mtp_loss > 0)
 
     def layers(self, stage: int) -> tuple[int, ...]:
         """The decoder layers of all chunks of a stage."""

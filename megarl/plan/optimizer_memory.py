@@ -39,10 +39,10 @@ def smaller_states(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """`train.optimizer` with masters as remainders, which is exact, and with moments in bfloat16 besides.
 
     Each where it is allowed: remainders are those of bfloat16 weights. With these moments beta2 may have to change; a
-    beta1 that does not allow them is left as it is.
+    beta1 that does not allow them is left as it is. Muon's state has one type.
     """
     options = recipe.train.optimizer
-    if recipe.model.dtype != "bfloat16":
+    if recipe.model.dtype != "bfloat16" or recipe.train.optimizer_name == "muon":
         return
     precise = options | {PRECISION_AWARE: True}
     yield precise

@@ -47,6 +47,7 @@ from megarl.plan.engine_memory import (
 from megarl.plan.fp8_training import fp8_linears_of
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, ModelSizes
+from megarl.plan.muon_cost import MOMENT_BYTES
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.turns import tools_bytes
 from megarl.rollout.sglang.batch_sizes import step_sequences
@@ -347,9 +348,11 @@ class _StageRank:
         weights = self._weights_bytes + self._code_bytes
         if not size.trains:
             return Parts(weights_bytes=weights)
-        state = 0 if train.optimizer_offload else state_bytes(train, size.weight_bytes)
+        state = 0
+        if not train.optimizer_offload:
+            state = self._share * state_bytes(train, size.weight_bytes) - self._unneeded_moments
         gradients = size.trained(self.stage) * GRADIENT_BYTES
-        return Parts(weights, gradients, self._share * state)
+        return Parts(weights, gradients, state)
 
     @property
     def _weights_bytes(self) -> int:
@@ -398,6 +401,11 @@ class _StageRank:
         return math.ceil(self.size.optimizer_share(self.stage))
 
     @property
+    def _unneeded_moments(self) -> int:
+        """Bytes of second moments that matrices do not have with Muon."""
+        return math.floor(MOMENT_BYTES * self.size.muon(self.stage).elements)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of a copy of what the rank trains (parallel/state_bytes.py): weights, master weights and moments."""
         train = self.size.recipe.train
@@ -406,7 +414,8 @@ class _StageRank:
             optimizer = MASTER_BYTES * (item == 2) + MOMENTS_BYTES
         else:
             optimizer = state_bytes(train, item)
-        return self.size.trained(self.stage) * item + self._share * optimizer
+        whole = self.size.trained(self.stage) * item + self._share * optimizer
+        return whole - self._unneeded_moments
 
     def host(self, is_shared: bool, recipe: Recipe) -> dict[str, int]:
         """Bytes of the rank's host by purpose."""
@@ -442,7 +451,7 @@ class _StageRank:
         copied = self.size.weight_bytes
         if not self.size.recipe.train.optimizer_offload:
             copied += MASTER_BYTES + MOMENTS_BYTES
-        return chunks + copied * self._share
+        return chunks + copied * self._share - self._unneeded_moments
 
 
 def communicators(layout: TrainLayout) -> int:

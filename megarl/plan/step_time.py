@@ -24,6 +24,7 @@ from megarl.plan.expert_exchange import routing_of
 from megarl.plan.fp8_training import Fp8Linears, Module, fp8_linears_of
 from megarl.plan.layer_time import HIDDEN_SHARE, LAYER_S, RankLayers, overlaps_of
 from megarl.plan.model_size import ModelSize, ModelSizes
+from megarl.plan.muon_cost import MOMENT_BYTES, MuonWork, matrix_elements
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.rollout_time import RolloutTime
 from megarl.training.flops import (
@@ -103,7 +104,8 @@ class ComputingModel:
     memory changes hands.
     parameters: of the whole model that are trained. frozen_bytes: of the weights, where adapters are trained; 0
     otherwise. expert_grads_bytes: of grads_bytes, those of experts, which have other replicas. sums_beside: gradients
-    are summed beside the backward pass of an update's last micro-batch. trains_mtp: whether the
+    are summed beside the backward pass of an update's last micro-batch. muon: of the stage with most of that work.
+    muon_parameters: of the whole model those that have one moment. trains_mtp: whether the
     layers of multi-token prediction are trained. keeps_logits: whether the backward pass finds all logits of a
     micro-batch in memory, as in published runs; megarl computes them again in chunks (parallel/logprobs.py). fp8: the
     linear layers that multiply in fp8; None: none do.
@@ -122,9 +124,12 @@ class ComputingModel:
     frozen_bytes: float = 0.0
     expert_grads_bytes: float = 0.0
     sums_beside: bool = False
+    muon: MuonWork = MuonWork()
+    muon_parameters: int = 0
     trains_mtp: bool = False
     keeps_logits: bool = False
     fp8: Fp8Linears | None = None
+    weight_bytes: int = 2  # of one weight
 
     @property
     def hardware(self) -> Hardware:
@@ -331,13 +336,22 @@ class ComputingModel:
 
     @property
     def optimizer_s(self) -> float:
-        """AdamW reads and writes its state once: in the GPU's memory, or in the host's, over PCIe twice."""
+        """The state is read and written once: in the GPU's memory, or in the host's, over PCIe twice."""
         hardware = self.hardware
         if not self.offloads:
-            return 2 * self.optimizer_bytes / hardware.hbm_reached_per_s
+            return 2 * self.optimizer_bytes / hardware.hbm_reached_per_s + self._muon_s
         shard = self.optimizer_bytes / 12  # weights: 12 bytes of state each
         crossing = (GRADIENT_BYTES + 2) * shard / hardware.pcie_bytes_per_s
         return 2 * self.optimizer_bytes / HOST_ADAM_BYTES_PER_S + crossing
+
+    @property
+    def _muon_s(self) -> float:
+        """Muon's products, and matrices that go to where they are whole and come back, in the weights' type."""
+        layout = self.layers.layout
+        rank_reaches = self._reached / layout.world_size
+        sent_bytes = 2 * self.muon.sent * self.weight_bytes
+        ranks = max(layout.tp, layout.etp)
+        return self.muon.flops / rank_reaches + sent_bytes / self.layers.link_per_s(ranks)
 
     def learning_time(self) -> TrainTime:
         """The updates of a step."""
@@ -405,6 +419,7 @@ def _computing(
 ) -> ComputingModel:
     """One role's model with the bytes of the ranks of its fullest stage. shared: slots of several models or engines."""
     train = size.recipe.train
+    has_muon = train.optimizer_name == "muon"
     stages = range(size.layout.pp)
     fullest = max(stages, key=size.trained)
     if train.optimizer_offload:
@@ -422,11 +437,17 @@ def _computing(
         takes_turns=any(slot in shared for slot in size.slots),
         weights_bytes=weights * size.weight_bytes,
         grads_bytes=size.trained(fullest) * GRADIENT_BYTES,
-        optimizer_bytes=max(map(size.optimizer_share, stages)) * each,
+        optimizer_bytes=max(
+            size.optimizer_share(stage) * each - size.muon(stage).elements * MOMENT_BYTES
+            for stage in stages
+        ),
         parameters=size.adapter_parameters or size.parameters,
         frozen_bytes=frozen * size.weight_bytes,
         expert_grads_bytes=sum(chunk.expert for chunk in size.stages[fullest]) * GRADIENT_BYTES,
         sums_beside=train.ddp.get("overlap_grad_reduce", True),
+        muon=max(map(size.muon, stages), key=lambda work: work.flops),
+        muon_parameters=matrix_elements(size.shape) if has_muon else 0,
+        weight_bytes=size.weight_bytes,
         trains_mtp=train.mtp_loss > 0,
         fp8=fp8_linears_of(size),
     )
@@ -457,12 +478,14 @@ def policy_time(recipe: Recipe, model: ComputingModel) -> TrainTime:
 def save_s(checkpoint: CheckpointConfig, model: ComputingModel, nodes: int) -> float:
     """Mean seconds a step of writing checkpoints: copies to the host, and files where training waits for them.
 
-    Files have each trained parameter once, in the model's type, and 12 bytes of optimizer; all nodes write at once.
+    Files have each trained parameter once, in the model's type, and 12 bytes of optimizer, of a matrix with Muon 8; all
+    nodes write at once.
     """
     if not checkpoint.every:
         return 0.0
     hardware = model.hardware
     seconds = (model.trained_bytes + model.optimizer_bytes) / hardware.pcie_bytes_per_s
     if not checkpoint.asynchronous:
-        seconds += model.parameters * (2 + 12) / (nodes * hardware.disk_bytes_per_s)
+        file_bytes = model.parameters * (2 + 12) - model.muon_parameters * MOMENT_BYTES
+        seconds += file_bytes / (nodes * hardware.disk_bytes_per_s)
     return seconds / checkpoint.every

@@ -193,6 +193,12 @@ def _combination_errors(recipe: Recipe, size: LoraSize) -> ErrorIterator:
             "set it to 0",
         ),
         (
+            "train.optimizer_name",
+            train.optimizer_name == "muon" and "muon",
+            "the factors of adapters are no matrices of the model",
+            "set it to adamw",
+        ),
+        (
             "train.optimizer_offload",
             train.optimizer_offload,
             "not tried with lora",

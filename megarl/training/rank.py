@@ -31,6 +31,7 @@ from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.timeline import recorder
 from megarl.training.batching import Update
+from megarl.training.matrices import matrix_parts
 from megarl.training.update_guard import UpdateGuard
 from megarl.types import ByteArray, FloatArray, TrainSequence, regrouped
 from megarl.types.arrays import TokenArrays
@@ -76,6 +77,7 @@ class TrainingRank:
         if recipe.train.numbers == "engine":
             precision = engine_precision(recipe)
             fp8_params = megatron_map.fp8_params(*of_rank, precision, model.TRANSFORMER_ENGINE)
+        has_muon = recipe.train.optimizer_name == "muon"
         self._model = RankModel(
             rank,
             role,
@@ -84,6 +86,7 @@ class TrainingRank:
             fp8_params=fp8_params,
             is_published=is_published,
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
+            matrices=matrix_parts(*of_rank, model.TRANSFORMER_ENGINE) if has_muon else (),
         )
         self._pack = self._model.pack
         self._guard = UpdateGuard(self._model, self.layout, recipe.run.compare_replicas_every)

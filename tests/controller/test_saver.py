@@ -379,12 +379,14 @@ def test_every_reason_not_to_go_on_is_told_at_once(runs: Runs, tiny_model: Path)
     data = stream(11).fingerprint
     progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, buffer=STATE, **known)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
-    errors = runs.refused("train.mtp_loss=0.1")
-    assert wheres(errors) == ["model.path", "data.train", "run.seed", "train.mtp_loss"]
+    errors = runs.refused("train.mtp_loss=0.1", "train.optimizer_name=muon")
+    keys = ["run.seed", "train.mtp_loss", "train.optimizer_name"]
+    assert wheres(errors) == ["model.path", "data.train", *keys]
     lines = list(map(str, errors))
     assert "is of a model with num_layers 8, this one has 4" in lines[0]
     assert "its rows, or the weights of its files, have changed since" in lines[1]
     assert "1 shuffles the data differently from 7" in lines[2]
+    assert "has the state of adamw; set it to adamw" in lines[4]
 
 
 OWN_FAMILY = """

@@ -128,6 +128,19 @@ def test_types_of_the_optimizers_state_that_would_learn_something_else(
     assert [error.where for error in errors(optimizer=given | options)] == wheres
 
 
+def test_what_muon_does_not_have_is_named() -> None:
+    options = {"use_precision_aware_optimizer": True, "decoupled_weight_decay": False}
+    given: dict[str, Any] = {"optimizer_offload": True, "optimizer": options}
+    assert errors(**given) == []
+    assert [error.where for error in errors(**given, optimizer_name="muon")] == [
+        "train.optimizer_offload",
+        "train.optimizer.use_precision_aware_optimizer",
+        "train.optimizer.decoupled_weight_decay",
+    ]
+    (error,) = errors(optimizer={"muon_momentum": 0.9}, optimizer_name="muon")
+    assert error.where == "train.optimizer.muon_momentum"
+
+
 def test_weights_in_float32_have_no_remainders() -> None:
     train = TrainConfig(lr=1.0, optimizer={"use_precision_aware_optimizer": True})
     with pytest.raises(UserError, match=r"set model\.dtype to bfloat16"):

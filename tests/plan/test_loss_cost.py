@@ -11,6 +11,7 @@ import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.plan.loss_cost import LossCost, loss_cost
+from megarl.plan.muon_cost import MuonWork
 from megarl.plan.step_time import StepTime
 from tests.plan import recipes as planning
 
@@ -25,6 +26,7 @@ MODEL: Any = SimpleNamespace(
     layout=SimpleNamespace(pp=2),
     trained=lambda stage: (stage + 1) * 10**8,
     optimizer_share=lambda stage: (stage + 1) * 10**7,
+    muon=lambda _: MuonWork(),
 )
 # of the fuller stage
 STATE_BYTES = 2 * 2e8 + 12 * 2e7

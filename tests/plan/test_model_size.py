@@ -126,29 +126,36 @@ def test_ranks_together_hold_what_the_weight_map_says(
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_real_ranks_hold_as_much(tmp_path: Path, dtype: str) -> None:
-    """Weights, gradients, and AdamW's state: shared out over all ranks that hold the same, to the element."""
-    recipe = plans.recipe(tmp_path, "tiny", 4, tp=2, pp=2, ep=2, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "name"), [("float32", "adamw"), ("bfloat16", "muon")])
+def test_real_ranks_hold_as_much(tmp_path: Path, dtype: str, name: str) -> None:
+    """Weights, gradients, and the optimizer's state: shared out over ranks that hold the same, to the element."""
+    recipe = plans.recipe(tmp_path, "tiny", 4, tp=2, pp=2, ep=2, dtype=dtype, optimizer_name=name)
     size = model_sizes(recipe)["policy"]
     ranks = worlds.run_ranks(4, _hold, recipe)
     masters = 4 if dtype == "bfloat16" else 0
-    stepped = 0.0
+    stepped = of_matrices = 0.0
     for rank, (elements, grads_bytes, _) in enumerate(ranks):
         (chunk,) = size.stages[size.layout.coords(rank).pp]
         assert elements == chunk.elements
         assert grads_bytes == 4 * chunk.trained
         stepped += chunk.dense / size.layout.dp + chunk.expert / size.layout.edp
-    assert sum(state_bytes for *_, state_bytes in ranks) == (8 + masters) * stepped
+        of_matrices += size.muon(size.layout.coords(rank).pp).elements
+    assert (
+        sum(state_bytes for *_, state_bytes in ranks) == (8 + masters) * stepped - 4 * of_matrices
+    )
+    assert (of_matrices > stepped / 3) == (name == "muon")
 
 
 def _hold(rank: int, meet: device.Address, recipe: Recipe) -> tuple[int, int, int]:
     """(elements of the weights, bytes of their gradients, of the optimizer's state) of a rank as training builds it."""
     from megarl.parallel import dist_checkpoint
     from megarl.parallel.rank_model import RankModel
+    from megarl.training.matrices import matrix_parts
 
     store = device.join_store(meet, 60.0)
-    held = RankModel(rank, role_of(recipe), store, tp_split_params=())
+    role = role_of(recipe)
+    matrices = matrix_parts(role.shape, role.layout, rank, transformer_engine=False)
+    held = RankModel(rank, role, store, tp_split_params=(), matrices=matrices)
     held.make_optimizer()
     dist_checkpoint.start_states(held.optimizer)
     params = [param for chunk in held.chunks for param in chunk.parameters()]
@@ -160,7 +167,8 @@ def _hold(rank: int, meet: device.Address, recipe: Recipe) -> tuple[int, int, in
         for optimizer in held.optimizer.chained_optimizers
         for state in optimizer.optimizer.state.values()
     ]
-    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    kinds = ("exp_avg", "exp_avg_sq", "momentum")
+    moments = [state[name] for state in states for name in kinds if name in state]
     grads = sum(param.main_grad.nbytes for param in params if param.requires_grad)
     return (
         sum(param.numel() for param in params),

@@ -75,6 +75,11 @@ def test_experts_whose_layers_have_other_names_have_no_adapters(tmp_path: Path) 
         ),
         (
             "qwen3-moe",
+            "train.optimizer_name=muon",
+            "train.optimizer_name: muon, but the factors of adapters are no matrices of the model",
+        ),
+        (
+            "qwen3-moe",
             "train.optimizer_offload=true",
             "train.optimizer_offload: True, but not tried with lora",
         ),
