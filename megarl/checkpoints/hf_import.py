@@ -60,8 +60,9 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserError]:
             slices = Slices(path, stack, wrapper=family_of(shape).wrapper)
             has_mtp = any(name.startswith(mtp_prefix(shape, 0)) for name in slices.files)
             if shape.num_mtp_layers and not has_mtp:
-                problem = f"num_nextn_predict_layers is {shape.num_mtp_layers}, the files have no such layer"
-                hint = "write num_nextn_predict_layers 0, or use a complete checkpoint"
+                key = family_of(shape).mtp.key
+                problem = f"{key} is {shape.num_mtp_layers}, the files have no such layer"
+                hint = f"write {key} 0, or use a complete checkpoint"
                 return [UserError(str(Path(path) / "config.json"), problem, hint)]
             for error in _tensor_errors(slices, shape):
                 by_hint[error.hint].append(error)

@@ -16,6 +16,7 @@ _LARGEST = 2**31 - 1
 _LARGEST_OF = {
     "num_hidden_layers": 4096,
     "num_nextn_predict_layers": 64,
+    "mtp_num_hidden_layers": 64,
     "num_experts": 4096,
     "n_shared_experts": 4096,
 }

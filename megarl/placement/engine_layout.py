@@ -193,7 +193,7 @@ class EngineLayout:
             UserError(
                 "rollout.engine.draft",
                 problem,
-                "set it to 0, or use a checkpoint with one such layer",
+                f"set it to 0, or use a checkpoint with one such layer ({family_of(shape).mtp.key} of its config.json)",
             )
         ]
 

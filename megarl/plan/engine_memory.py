@@ -224,15 +224,19 @@ def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
     return 2 * layers_of(shape, engine) * heads * shape.head_dim * item
 
 
-def most_states(settings: Settings, cache_bytes: float, of_request: float) -> float:
+def most_states(settings: Settings, cache_bytes: float, of_request: float, draft: int = 0) -> float:
     """Requests of a group that linear attention has states for, beside a KV cache of so many bytes; no end without it.
 
-    SGLang keeps three slots for each that runs: prefixes in its cache have states too (kv_cache_configurator.py).
+    SGLang keeps three slots for each that runs: prefixes in its cache have states too (kv_cache_configurator.py). With
+    drafts it keeps the state after each token that it verifies, of each request that runs.
     """
     if not of_request:
         return math.inf
     share = settings.state_share
-    return cache_bytes * share / (1 - share) // (STATE_SLOTS * of_request)
+    slots = STATE_SLOTS
+    if draft:
+        slots += 1 + draft
+    return cache_bytes * share / (1 - share) // (slots * of_request)
 
 
 def kept_bytes(settings: Settings, engine: EngineLayout) -> int:

@@ -187,7 +187,8 @@ class _SlotMemory:
         self.tokens = min(rooms, default=0)
         cache_bytes = float(max(0, self.tokens) * self.token_bytes)
         of_request = request_bytes(shape, self.engine)
-        self.most_states = most_states(self.settings, cache_bytes, of_request)
+        draft = self.engine.draft
+        self.most_states = most_states(self.settings, cache_bytes, of_request, draft)
 
     def _slots(self, micro_batches: int) -> list[_Slot]:
         engine = self.engine

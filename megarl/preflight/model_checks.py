@@ -131,10 +131,11 @@ def loss_errors(recipe: Recipe, shape: ModelShape) -> ErrorIterator:
             "set it to 0, or use train.aux_loss",
         )
     if train.mtp_loss and not shape.num_mtp_layers:
+        key = family_of(shape).mtp.key
         yield UserError(
             "train.mtp_loss",
-            "the checkpoint has no multi-token prediction layers",
-            "set it to 0",
+            f"by its config.json the checkpoint has no multi-token prediction layer ({key})",
+            f"set it to 0, or write {key} 1 there if the files have that layer",
         )
 
 

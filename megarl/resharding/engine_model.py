@@ -11,8 +11,8 @@ families has them, and SGLang then uses 1, which the end of its weight update co
 
 A draft model (models/deepseek_nextn.py) has the target's Parameter objects as its embedding and output layer
 (`set_embed_and_head`). SGLang saves the buffers of the target alone when it releases the weights' memory
-(managers/scheduler_components/weight_updater.py), so a draft must have no buffers of its own; its rotary table is the
-target's (layers/rotary_embedding/factory.py).
+(managers/scheduler_components/weight_updater.py), so a draft must have no buffers of its own but those that
+`refresh_derived` writes; its rotary table is the target's (layers/rotary_embedding/factory.py).
 
 Layers with adapters (LoRA) are wrapped, the layer itself being `base_layer` (lora/layers.py). The wrapper has the
 adapter slots in the attributes `_BUFFERS`; the number of ours is left on the model by rollout/sglang/adapter_slot.py.
@@ -88,7 +88,7 @@ def draft_error(models: ModelChunks) -> LayoutError | None:
     shared = {id(tensor) for tensor in target.buffers()}
     for draft in drafts:
         for name, buffer in draft.named_buffers():
-            if id(buffer) not in shared:
+            if id(buffer) not in shared and name.rpartition(".")[2] != _PLUS_ONE:
                 return LayoutError(
                     f"{DRAFT}{name}: a buffer of the draft model alone, which SGLang would not restore"
                 )

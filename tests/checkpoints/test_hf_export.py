@@ -170,7 +170,8 @@ def test_transformers_loads_what_is_written_of_every_other_family(tmp_path: Path
     """One rank writes all of them: each tensor to the bit, by its own name; the loaded model gives the same logits."""
     jobs = {}
     for family in OTHERS:
-        original = checkpoints.write(tmp_path / family, family)
+        ahead = int(family in ("qwen3-next", "qwen3.5-moe"))  # which transformers leaves unread
+        original = checkpoints.write(tmp_path / family, family, mtp_layers=ahead)
         out = tmp_path / f"{family}-out"
         jobs[family] = job(original, out, TrainLayout(1, 1, 1, 1), file_bytes=400_000)
     (done,) = run_ranks(1, export_ranks, list(jobs.values()))

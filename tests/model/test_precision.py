@@ -17,7 +17,7 @@ from tests.resharding.test_real_engines import CONFIGS
 
 # what DeepSeek-V3 and the families after it are published without tiles for, and what is no matrix
 NEVER = re.compile(
-    r"norm\.weight$|layernorm\.weight$|enorm|hnorm|\.bias$|embed_tokens|lm_head|e_score_correction_bias$|eh_proj"
+    r"norm\.weight$|layernorm\.weight$|enorm|hnorm|pre_fc_norm|\.bias$|embed_tokens|lm_head|e_score_correction_bias$|eh_proj"
     r"|(mlp|block_sparse_moe)\.gate\.weight$|router\.gate\.weight$|expert_bias$|shared_expert_gate"
     r"|linear_attn\.(A_log|dt_bias|conv1d|in_proj_ba|in_proj_[ab]\b)|mtp\.fc"
 )

@@ -194,6 +194,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {}),
 }
+_HYBRID = (*("linear_attention",) * 3, "full_attention")
 _MODEL = "ForCausalLM"
 _WRAPPED = "ForConditionalGeneration"
 # transformers' class of a model with a vision tower -> the fields of a tiny one's config
@@ -246,6 +247,8 @@ def write(
     fields = {**COMMON, **more, **changes}
     # a draft layer is one more layer with a few tensors around it
     fields["num_hidden_layers"] += mtp_layers
+    if mtp_layers and "linear_num_key_heads" in fields:
+        fields["layer_types"] = [*_HYBRID, *_HYBRID[-1:] * mtp_layers]
     if name in TOWERS:
         fields = {"text_config": fields, "vision_config": TOWERS[name]}
         head = _WRAPPED
@@ -263,8 +266,16 @@ def write(
     if "n_routed_experts" in config:
         config |= {"num_nextn_predict_layers": mtp_layers}
     if mtp_layers:
-        config["num_hidden_layers"] -= mtp_layers
-        _add_mtp_tensors(folder / "model.safetensors", config["num_hidden_layers"], mtp_layers)
+        text["num_hidden_layers"] -= mtp_layers
+        number = text["num_hidden_layers"]
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:number]
+        if "linear_num_key_heads" in text:
+            key = "mtp_num_hidden_layers" if name in TOWERS else "num_nextn_predict_layers"
+            text |= {key: mtp_layers}
+            _name_mtp_tensors(folder / "model.safetensors", number)
+        else:
+            _add_mtp_tensors(folder / "model.safetensors", number, mtp_layers)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     if family in wrapped.ARCHITECTURES:
         wrapped.wrap(folder, wrapped.ARCHITECTURES[family])
@@ -329,6 +340,20 @@ def _add_mtp_tensors(path: Path, num_layers: int, mtp_layers: int) -> None:
         tensors[prefix + "eh_proj.weight"] = torch.empty(hidden, 2 * hidden).normal_(std=0.1)
         tensors[prefix + "embed_tokens.weight"] = embedding.clone()
         tensors[prefix + "shared_head.head.weight"] = head.clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _name_mtp_tensors(path: Path, number: int) -> None:
+    """Make the layer of that number the one that Qwen3-Next's and Qwen3.5's checkpoints have under `mtp.`."""
+    tensors = load_file(path)
+    for name in list(tensors):
+        prefix, found, rest = name.partition(f"layers.{number}.")
+        if found and prefix in ("model.", "model.language_model."):
+            tensors[f"mtp.layers.0.{rest}"] = tensors.pop(name)
+    hidden = tensors["mtp.layers.0.input_layernorm.weight"].shape[0]
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{norm}.weight"] = torch.empty(hidden).uniform_(0.5, 1.5)
+    tensors["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden).normal_(std=0.1)
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -49,7 +49,9 @@ MODELS = {
     "olmoe",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_next_mtp",
     "qwen3_5",
+    "qwen3_5_mtp",
     "qwen3",
     "qwen2",
     "qwen2_moe",
@@ -341,8 +343,9 @@ def _examine(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
     for each in models:
         engine_model.refresh_derived(each)
     layers = {"": "model.layers.0", "draft.": "draft.model.decoder"}
+    modules = dict(model.named_modules())
     derived = {
-        prefix + name: getattr(getattr(model.get_submodule(where), "self_attn", None), name, None)
+        prefix + name: getattr(modules.get(f"{where}.self_attn"), name, None)
         for prefix, where in list(layers.items())[: len(models)]
         for name in ("w_kc", "w_vc")
     }

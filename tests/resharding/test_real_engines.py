@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megarl.model.families import family_of
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.precision import FP8_TILES, PLAIN, Precision, plain_modules
@@ -89,8 +90,8 @@ QWEN2_MOE = {
     "head_dim": None, "norm_topk_prob": False,
 }  # fmt: skip
 CONFIGS |= {
-    "qwen3-next-80b-a3b": published("qwen3-next-80b-a3b", full_attention_interval=2),
-    "qwen3.5-397b-a17b": wrapped("qwen3.5-397b-a17b", full_attention_interval=2),
+    "qwen3-next-80b-a3b": published("qwen3-next-80b-a3b", full_attention_interval=2, num_nextn_predict_layers=1),
+    "qwen3.5-397b-a17b": wrapped("qwen3.5-397b-a17b", full_attention_interval=2, mtp_num_hidden_layers=1),
     "qwen2-57b-a14b": published("qwen3-30b-a3b", **QWEN2_MOE),
     "glm-4.5-air": published("glm-4.5-air"),
     "glm-4.6": published("glm-4.6", first_k_dense_replace=1),
@@ -135,8 +136,10 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
     "minimax-m2": [layout(8, 8), layout(16, 4, 4, **DENSE), layout(8, 8, 4, **DENSE, deepep=True)],
     "hy-v3": [layout(4, 4), layout(8, 8)],
     "mixtral-8x7b": [layout(8), layout(4, 2)],
-    "qwen3-next-80b-a3b": [layout(2), layout(8, 8, 4, **HEAD), layout(4, 2), layout(8, 8, 8, **DEEPEP)],
-    "qwen3.5-397b-a17b": [layout(4, 2), layout(8, 8, 4, **HEAD), layout(8, 8, 8, **DEEPEP)],
+    "qwen3-next-80b-a3b": [
+        layout(2), layout(8, 8, 4, **HEAD), layout(4, 2, draft=1), layout(8, 8, 8, draft=2, **DEEPEP),
+    ],
+    "qwen3.5-397b-a17b": [layout(4, 2, draft=1), layout(8, 8, 4, **HEAD), layout(8, 8, 8, draft=1, **DEEPEP)],
     "qwen2-57b-a14b": [layout(4, 2), layout(4, 4, 2, **SHARED), layout(4, 4, 4, **DEEPEP)],
     "olmoe-1b-7b": [layout(1)],
     "qwen2.5-32b": [layout(8), layout(4)],
@@ -252,6 +255,7 @@ SMALL_MODELS = {
         "qwen3-next-80b-a3b",
         **SMALL_QWEN3,
         full_attention_interval=2,
+        num_nextn_predict_layers=1,
         linear_num_key_heads=4,
         linear_num_value_heads=8,
         linear_key_head_dim=32,
@@ -262,6 +266,7 @@ SMALL_MODELS = {
         "qwen3.5-35b-a3b",
         **SMALL_DENSE,
         full_attention_interval=2,
+        mtp_num_hidden_layers=1,
         head_dim=32,
         num_experts=16,
         moe_intermediate_size=128,
@@ -291,8 +296,8 @@ LOADED = [
     ("moonlight, small", layout(2)), ("qwen3-moe, small", layout(8, 4)), ("qwen3-moe, small", layout(4, 2, 2, **HEAD)),
     ("llama, small", layout(2)), ("qwen2, small", layout(4)), ("qwen3, small", layout(2)),
     ("minimax-m2, small", layout(4, 2)), ("hy-v3, small", layout(4, 2)), ("mixtral, small", layout(4, 2)),
-    ("qwen2-moe, small", layout(4, 2)), ("glm, small", layout(4, 2)), ("qwen3-next, small", layout(4, 2)),
-    ("qwen3.5-moe, small", layout(4, 2)),
+    ("qwen2-moe, small", layout(4, 2)), ("glm, small", layout(4, 2)), ("qwen3-next, small", layout(4, 2, draft=1)),
+    ("qwen3.5-moe, small", layout(4, 2, draft=1)),
 ]  # fmt: skip
 ALL, SOME = (
     LoraSize(4, 4, 4.0, (), sync="adapters"),
@@ -419,7 +424,8 @@ def test_the_draft_model_shares_the_targets_embedding_and_output_layer(
     names = models.built[case].params
     drafts = {name for name in names if name.startswith(sglang_map.DRAFT)}
     assert drafts and not [name for name in drafts if "embed_tokens" in name or "lm_head" in name]
-    assert names["draft.model.eh_proj.weight"].dtype == torch.bfloat16
+    frame = family_of(models.shapes[case.model]).mtp
+    assert names[f"draft.{frame.draft_frame}{frame.projection}.weight"].dtype == torch.bfloat16
     if alone := models.built.get(case._replace(engine=replace(case.engine, draft=0))):
         assert names.keys() - drafts == alone.params.keys()
 

@@ -101,7 +101,7 @@ def read_sparse_after_dense(config: ConfigFile, *, default_dense: int) -> dict[s
         "num_dense_layers": config.integer("first_k_dense_replace", default=default_dense, least=0),
         "ffn_size": config.integer("intermediate_size"),
         "num_shared_experts": config.integer("n_shared_experts", default=0, least=0),
-        "num_mtp_layers": config.integer("num_nextn_predict_layers", default=0, least=0),
+        "num_mtp_layers": MtpFrame().read(config),
     }
 
 

@@ -2,13 +2,13 @@
 
 Projections of linear attention are matrices of their own, and all experts of a layer are two tensors. Rotary positions
 of images have three axes (M-RoPE); those of text are equal on all, which is the usual rotation. The tower
-(`model.visual.*`) is not trained, and the layer of multi-token prediction (`mtp.*`) is left out. transformers writes a
-matrix for each projection of each expert, which are read, too.
+(`model.visual.*`) is not trained. transformers writes a matrix for each projection of each expert, which are read, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megarl.model.families import qwen3_next
@@ -21,6 +21,7 @@ from megarl.model.shape import ModelShape
 
 _EXPERTS = "mlp.experts."
 _TOP_K = "norm_topk_prob"
+_MTP = replace(qwen3_next.MTP, key="mtp_num_hidden_layers")
 
 
 def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     if config.content.get(_TOP_K) not in (None, True):
         problem = f"{_TOP_K} is {config.content[_TOP_K]!r:.60}"
         raise config.error(problem, "use a checkpoint where it is true, or absent")
-    return qwen3_next.read(config, common)
+    return {**qwen3_next.read(config, common), "num_mtp_layers": _MTP.read(config)}
 
 
 def normalised(config: ConfigFile) -> dict[str, Any]:
@@ -49,8 +50,9 @@ QWEN3_5_MOE = Family(
     read,
     models="Qwen3.5-35B-A3B to Qwen3.5-397B-A17B, Qwen3.6-35B-A3B (text; the vision tower is kept as it is)",
     attention="as Qwen3-Next's",
-    layers="routed experts, and a shared one with a gate",
+    layers="as Qwen3-Next's",
     layer=layer,
+    mtp=_MTP,
     megatron=qwen3_next.QWEN3_NEXT.megatron,
     has_experts=True,
     rotary_share=0.25,

@@ -1,6 +1,7 @@
 """Qwen3-Next: three layers of Gated DeltaNet, then one of gated attention; routed experts and a gated shared one.
 
-The files also have one layer of multi-token prediction (`mtp.*`), of which config.json says nothing: it is left out.
+The published files also have one layer of multi-token prediction (`mtp.*`), of which their config.json says nothing: it
+is left out where the user does not write `num_nextn_predict_layers: 1` there, which is the key that SGLang adds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megarl.model.families.blocks import (
 )
 from megarl.model.families.delta_blocks import delta_net
 from megarl.model.families.family import Family, read_experts, read_gated_shared, read_heads
+from megarl.model.families.mtp_frame import MtpFrame
 from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import DeltaShape, ModelShape
 
@@ -26,6 +28,21 @@ ATTENTION = Modules("self_attn.", "self_attention.", "")
 _READ_BY_SGLANG = {"output_gate_type": ("swish", "silu"), "attn_output_gate": (True,)}
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
+# a layer of full attention; what SGLang's models/qwen3_next_mtp.py has around it is in the model, not in a layer
+MTP = MtpFrame(
+    norms=(
+        ("pre_fc_norm_embedding", "enorm", "pre_fc_norm_embedding"),
+        ("pre_fc_norm_hidden", "hnorm", "pre_fc_norm_hidden"),
+        ("norm", "final_layernorm", "model.norm"),
+    ),
+    projection="fc",
+    copies=(),
+    prefix="mtp.",
+    layer_prefix="mtp.layers.{index}.",
+    draft_frame="",
+    draft_layer="model.layers.0.",
+    most=1,
+)
 
 
 def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
@@ -51,6 +68,7 @@ def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     return {
         **sizes,
         "num_shared_experts": read_gated_shared(config, sizes["moe_ffn_size"]),
+        "num_mtp_layers": MTP.read(config),
         "delta": delta,
     }
 
@@ -82,8 +100,9 @@ QWEN3_NEXT = Family(
     models="Qwen3-Next-80B-A3B",
     attention="three layers of Gated DeltaNet, then one of grouped-query attention with a gate of its output; rotary "
     "positions turn a quarter of each head; norms that multiply by 1 + their weight",
-    layers="routed experts, and a shared one with a gate",
+    layers="routed experts, and a shared one with a gate; multi-token prediction (MTP)",
     layer=layer,
+    mtp=MTP,
     megatron={
         "attention_output_gate": True,
         "layernorm_zero_centered_gamma": True,
