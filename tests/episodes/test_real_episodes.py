@@ -80,7 +80,8 @@ class Once(Environment):
     def reward(self):
         return 0.5
 """
-ENGINES = {}, {"dp": 2}, {"seeded": True}
+# the seeded one first, as where it is the only one: pytest would start it twice
+ENGINES = {"seeded": True}, {}, {"dp": 2}
 GAME = EnvironmentSettings(environment="megarl.environments.guess:Guess", workers=1)
 
 
@@ -114,7 +115,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AgentThre
     sys.path.remove(str(folder))
 
 
-@pytest.fixture(scope="module", params=ENGINES, ids=["plain", "dp2", "seeded"])
+@pytest.fixture(scope="module", params=ENGINES, ids=["seeded", "plain", "dp2"])
 def engine(
     request: pytest.FixtureRequest, build_engine: Callable[..., Engine], model: Path
 ) -> Iterator[Engine]:
@@ -289,7 +290,7 @@ def test_experts_of_turns_are_those_of_the_whole_row(
     assert (np.sort(whole, -1) == np.sort(row.routed_experts, -1)).mean() > 0.99
 
 
-is_seeded = pytest.mark.parametrize("engine", ENGINES[2:], ids=["seeded"], indirect=True)
+is_seeded = pytest.mark.parametrize("engine", ENGINES[:1], ids=["seeded"], indirect=True)
 
 
 @is_seeded

@@ -121,12 +121,12 @@ def with_lora(recipe: Recipe, **keys: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def full(recipe: Recipe) -> RunPlan:
-    return make_plan(recipe, plans.H800)
+    return make_plan(recipe, plans.H800, in_full=False)
 
 
 @pytest.fixture(scope="module")
 def merged(recipe: Recipe) -> RunPlan:
-    return make_plan(with_lora(recipe), plans.H800)
+    return make_plan(with_lora(recipe), plans.H800, in_full=False)
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_what_adapters_save(full: RunPlan, merged: RunPlan) -> None:
 @pytest.mark.slow
 def test_what_adapters_on_their_own_save_and_take(recipe: Recipe, merged: RunPlan) -> None:
     """SGLang's two slots in every phase, its weights on the host meanwhile, and a thousandth of the bytes in a step."""
-    alone = make_plan(with_lora(recipe, sync="adapters"), plans.H800)
+    alone = make_plan(with_lora(recipe, sync="adapters"), plans.H800, in_full=False)
     shape, engine = alone.sizes["policy"].shape, alone.engine
     slots = adapter_slot_bytes(shape, engine, alone.sizes["policy"].lora, "bfloat16")
     for phase in ("train", "reshard"):
@@ -214,7 +214,9 @@ def test_a_critic_that_shares_the_weights_costs_its_adapters_and_head(recipe: Re
     }
     whole, shared = (
         make_plan(
-            Recipe.model_validate(content | {"critic": {"shares_weights": shares}}), plans.H800
+            Recipe.model_validate(content | {"critic": {"shares_weights": shares}}),
+            plans.H800,
+            in_full=False,
         )
         for shares in (False, True)
     )

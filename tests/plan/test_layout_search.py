@@ -88,7 +88,8 @@ def fits(plan: RunPlan) -> bool:
 
 def planned(estimator: Estimator, overlay: Overlay) -> RunPlan:
     changed = overlaid(estimator.recipe, overlay)
-    return make_plan(changed, SMALL_CARD, sizes=estimator.sizes_of(resolve(changed)))
+    sizes = estimator.sizes_of(resolve(changed))
+    return make_plan(changed, SMALL_CARD, sizes=sizes, in_full=False)
 
 
 def every_engine(recipe: Recipe) -> Iterator[Overlay]:
@@ -383,7 +384,7 @@ def test_the_command_prints_a_table_and_overlays(folder: Path, tmp_path: Path) -
     assert all(words in done.stdout for words in ("the recipe", "rollout:", "engine layouts"))
     _, first, overlay, *_ = re.split(r"^(# .* s a step).*\n", done.stdout, flags=re.MULTILINE)
     pasted.write_text(overlay.split("\n\n")[0], encoding="utf-8")
-    again = make_plan(load_recipe(file, [str(pasted)]), SMALL_CARD)
+    again = make_plan(load_recipe(file, [str(pasted)]), SMALL_CARD, in_full=False)
     assert first == f"# {amount(again.step.total_s)} s a step"
 
 
@@ -441,7 +442,7 @@ def test_what_is_found_with_linear_attention_is_the_plan_of_the_same_layout(tmp_
     parts = layer_sizes(models, [1, 2, 4])
     estimator = Estimator(recipe, SMALL_CARD, step_samples(recipe), result.own.sizes, parts)
     for row in result.found:
-        plan = make_plan(row.plan.recipe, SMALL_CARD)
+        plan = make_plan(row.plan.recipe, SMALL_CARD, in_full=False)
         estimate = estimator.estimate(row.overlay)
         assert fits(plan) and estimate.fits()
         assert plan.step == row.plan.step

@@ -69,7 +69,8 @@ def phased(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
-    return make_plan(planning.deepseek(tmp_path_factory.mktemp("deepseek")), CARD)
+    recipe = planning.deepseek(tmp_path_factory.mktemp("deepseek"))
+    return make_plan(recipe, CARD, in_full=False)  # test_recipe_plans.py has a whole one of it
 
 
 def plan_errors(recipe: Recipe) -> list[UserError]:
@@ -266,7 +267,8 @@ def test_the_plan_of_what_is_advised_takes_as_many_seconds_as_told(phased: RunPl
         key: int(value)
         for key, value in re.findall(r"(phase_tokens|prompts_in_flight|ahead) (\d+)", advice)
     }
-    plan = make_plan(overlaid(phased.recipe, {"rollout": keys}), CARD, sizes=phased.sizes)
+    advised = overlaid(phased.recipe, {"rollout": keys})
+    plan = make_plan(advised, CARD, sizes=phased.sizes, in_full=False)
     assert match and plan.phases and plan.phases.bound == int(match[2])
     assert phased.step.total_s / plan.step.total_s == pytest.approx(float(match[1]), abs=0.051)
     assert 0 < plan.phases.token_mean <= plan.phases.token_max <= plan.phases.bound
