@@ -52,6 +52,7 @@ from megarl.preflight.model_checks import (
     reward_model_errors,
     tokenizer_errors,
 )
+from megarl.preflight.optimizer_checks import muon_errors
 from megarl.preflight.phase_checks import phase_errors
 from megarl.preflight.prefix_checks import prefix_errors
 from megarl.preflight.reward_checks import reward_errors
@@ -341,6 +342,7 @@ _BOTH_SIDES = (
     _sglang,
     _megatron,
     _lora,
+    lambda case: muon_errors(case.recipe),
     lambda case: prefix_errors(case.roles),
 )
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
@@ -355,6 +357,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         lambda case: sampling_errors(case.recipe),
         lambda case: phase_errors(case.roles),
         lambda case: lora_errors(case.roles),
+        lambda case: muon_errors(case.recipe),
         lambda case: prefix_errors(case.roles),
         lambda case: external_errors(case.roles),
         _planned,
@@ -368,6 +371,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         _checkpoints,
         _megatron,
         _lora,
+        lambda case: muon_errors(case.recipe),
         lambda case: prefix_errors(case.roles),
         _critic,
         _only_training,
