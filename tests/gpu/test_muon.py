@@ -82,5 +82,9 @@ def test_a_rank_learns_as_on_the_cpu_and_is_resumed(tmp_path: Path, record: Reco
 
 
 def _rank(path: str, environment: dict[str, str] | None) -> Child:
-    settings = SETTINGS[FAMILY] | {"dtype": "bfloat16", "optimizer_name": "muon"}
+    settings: dict[str, Any] = {
+        **SETTINGS[FAMILY],
+        "dtype": "bfloat16",
+        "optimizer_name": "muon",
+    }
     return Child("tests.gpu.rank:Rank", environment, folder=path, **settings)
