@@ -59,24 +59,7 @@ def option_errors(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[Use
         refused = dict.fromkeys(_names(kind) - {*listed}, _DECIDED)
         refused["overlap_param_gather"] = _NOT_GATHERED
         errors += _errors(branch, options, kind, refused, {*listed})
-    return [*errors, *precision_errors(train.optimizer), *_muon_errors(train)]
-
-
-def _muon_errors(train: TrainConfig) -> Iterator[UserError]:
-    """Where AdamW's state may be or what it may be, and the matrices' may not."""
-    if train.optimizer_name != "muon":
-        return
-    of_muon = "with train.optimizer_name: muon"
-    hint = "or set train.optimizer_name to adamw"
-    if train.optimizer_offload:
-        problem = f"{of_muon} the step is computed on the GPU alone"
-        yield UserError("train.optimizer_offload", problem, f"set it to false, {hint}")
-    if train.optimizer.get(PRECISION_AWARE):
-        problem = f"{of_muon} masters and momentum are float32"
-        yield UserError(f"train.optimizer.{PRECISION_AWARE}", problem, f"remove it, {hint}")
-    if train.optimizer.get("decoupled_weight_decay") is False:
-        problem = f"{of_muon} weight decay is decoupled: gradients of matrices have no size"
-        yield UserError("train.optimizer.decoupled_weight_decay", problem, f"remove it, {hint}")
+    return [*errors, *precision_errors(train.optimizer)]
 
 
 def make_config(where: str, kind: Callable[..., Made], fields: Mapping[str, Any]) -> Made:

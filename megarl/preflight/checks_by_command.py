@@ -53,6 +53,7 @@ from megarl.preflight.model_checks import (
     tokenizer_errors,
 )
 from megarl.preflight.number_checks import number_errors
+from megarl.preflight.optimizer_checks import muon_errors
 from megarl.preflight.phase_checks import phase_errors
 from megarl.preflight.prefix_checks import prefix_errors
 from megarl.preflight.reward_checks import reward_errors
@@ -342,6 +343,7 @@ _BOTH_SIDES = (
     _sglang,
     _megatron,
     _lora,
+    lambda case: muon_errors(case.recipe),
     lambda case: prefix_errors(case.roles),
     lambda case: number_errors(case.roles),
 )
@@ -357,6 +359,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         lambda case: sampling_errors(case.recipe),
         lambda case: phase_errors(case.roles),
         lambda case: lora_errors(case.roles),
+        lambda case: muon_errors(case.recipe),
         lambda case: prefix_errors(case.roles),
         lambda case: number_errors(case.roles),
         lambda case: external_errors(case.roles),
@@ -371,6 +374,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
         _checkpoints,
         _megatron,
         _lora,
+        lambda case: muon_errors(case.recipe),
         lambda case: prefix_errors(case.roles),
         lambda case: number_errors(case.roles),
         _critic,

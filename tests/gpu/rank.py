@@ -29,6 +29,7 @@ from megarl.parallel.rank_model import RankModel
 from megarl.placement.roles import Role, train_layout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Shard, verify_params, views
+from megarl.training.matrices import matrix_parts
 from megarl.types import TrainSequence
 
 LR, DENOMINATOR = 1e-3, 97.0
@@ -41,8 +42,9 @@ def train_keys(**given: Any) -> dict[str, Any]:
         "tp": 1, "pp": 1, "ep": 1, "cp": 1, "vpp": 1, "etp": None, "layers_per_stage": (),
         "lr": LR, "warmup_steps": 0, "lr_schedule": "constant", "lr_end": 0.0, "weight_decay": 0.0, "grad_clip": 1.0,
         "tokens_per_micro_batch": 4096, "updates_per_step": 1, "aux_loss": 0.0, "z_loss": 0.0, "mtp_loss": 0.0,
-        "router_bias_rate": 0.0, "replay": "off", "share_prefixes": False, "recompute": {}, "optimizer_offload": False,
-        "local_layers": True, "megatron": {}, "ddp": {}, "optimizer": {},
+        "router_bias_rate": 0.0, "replay": "off", "share_prefixes": False, "recompute": {},
+        "optimizer_name": "adamw", "optimizer_offload": False, "local_layers": True,
+        "megatron": {}, "ddp": {}, "optimizer": {},
     } | given  # fmt: skip
 
 
@@ -115,7 +117,15 @@ class Rank:
             if meet
             else HashStore()
         )
-        self._rank = RankModel(rank, role, store, tp_split_params=split, pairs=pairs)
+        has_muon = rank_recipe.train.optimizer_name == "muon"
+        self._rank = RankModel(
+            rank,
+            role,
+            store,
+            tp_split_params=split,
+            pairs=pairs,
+            matrices=matrix_parts(*of_rank, model.TRANSFORMER_ENGINE) if has_muon else (),
+        )
         shards = megatron_map.shards(*of_rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(folder, shards, self._rank.params())
         if size:

@@ -56,6 +56,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/end_to_end/test_compare_layers.py",
         "tests/parallel/test_parity.py",
         "tests/parallel/test_lora.py",
+        "tests/parallel/test_muon.py",
         "tests/training/test_update_guard.py",
     ),
 }

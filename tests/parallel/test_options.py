@@ -39,6 +39,7 @@ def errors(**train: Any) -> list[UserError]:
         ("ddp", "use_distributed_optimizer", "megarl relies on its value"),
         ("optimizer", "adam_beta", "did you mean adam_beta"),
         ("optimizer", "lr", "other keys of the recipe decide it"),
+        ("optimizer", "muon_momentum", "megarl relies on its value"),
         ("optimizer", "nonsense", "see Megatron's OptimizerConfig"),
     ],
 )
@@ -126,19 +127,6 @@ def test_types_of_the_optimizers_state_that_would_learn_something_else(
         "exp_avg_sq_dtype": "bfloat16",
     }
     assert [error.where for error in errors(optimizer=given | options)] == wheres
-
-
-def test_what_muon_does_not_have_is_named() -> None:
-    options = {"use_precision_aware_optimizer": True, "decoupled_weight_decay": False}
-    given: dict[str, Any] = {"optimizer_offload": True, "optimizer": options}
-    assert errors(**given) == []
-    assert [error.where for error in errors(**given, optimizer_name="muon")] == [
-        "train.optimizer_offload",
-        "train.optimizer.use_precision_aware_optimizer",
-        "train.optimizer.decoupled_weight_decay",
-    ]
-    (error,) = errors(optimizer={"muon_momentum": 0.9}, optimizer_name="muon")
-    assert error.where == "train.optimizer.muon_momentum"
 
 
 def test_weights_in_float32_have_no_remainders() -> None:
