@@ -26,6 +26,9 @@ Overlay = dict[str, Any]
 # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
 FRACTIONS = (0.7, 0.75, 0.8, 0.85, 0.9)
 FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}  # of rollout.engine.sglang
+# of train: what its products are of, plain and as in fp8 engines; then backward passes are in fp8, too, which is faster
+PLAIN_NUMBERS = {"numbers": "plain"}
+FP8_NUMBERS = {"numbers": "engine", "fp8_backward": "fp8"}
 MOST_DRAFTS = 1  # a second one changes the estimate by less than its error, and takes memory
 # of an engine: larger ones wait longer for one another, and nobody has published one
 MOST_RANKS = 128
@@ -145,6 +148,7 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
         for recompute in recomputes:
             for state in _optimizer_states(recipe):
                 values: dict[str, Any] = {"cp": cp, "tokens_per_micro_batch": budget}
+                values |= PLAIN_NUMBERS
                 yield {**overlay, "train": {**sizes, **values, **state, **recompute}}
 
 
@@ -170,6 +174,11 @@ def with_exchange(overlay: Overlay, options: Mapping[str, bool | str | None]) ->
     """A variant of training with another exchange with experts, also where it is refused. options: of overlaps.py."""
     train = overlay["train"]
     return {**overlay, "train": {**train, "megatron": {**train.get("megatron", {}), **options}}}
+
+
+def in_fp8(overlay: Overlay) -> Overlay:
+    """A variant of training that multiplies what fp8 engines multiply."""
+    return {**overlay, "train": {**overlay["train"], **FP8_NUMBERS}}
 
 
 def changes(overlay: Overlay, tree: Mapping[str, Any]) -> Overlay:

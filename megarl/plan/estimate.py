@@ -33,20 +33,21 @@ from megarl.plan.step_time import step_times
 SPARE = 0.05
 
 
-Need = Literal["fp8", "fp8_cache", "deepep", "draft", "offload", "moments"]
+Need = Literal["fp8", "fp8_cache", "fp8_training", "deepep", "draft", "offload", "moments"]
 Needs = frozenset[Need]
 
 
 def needs_of(recipe: Recipe) -> Needs:
     """What a recipe needs besides GPUs.
 
-    fp8, fp8_cache: a correction of the samples' probabilities; deepep: its kernels; draft: an MTP layer;
-    offload: host memory; moments: a beta2 that is not near 1.
+    fp8, fp8_cache: a correction of the samples' probabilities; fp8_training: gradients by products in fp8, and fp8
+    engines; deepep: its kernels; draft: an MTP layer; offload: host memory; moments: a beta2 that is not near 1.
     """
     engine = recipe.rollout.engine
     needs: dict[Need, bool] = {
         "fp8": engine.weights == "fp8",
         "fp8_cache": str(engine.sglang.get("kv_cache_dtype")).startswith("fp8"),
+        "fp8_training": recipe.train.numbers == "engine",
         "deepep": engine.experts == "deepep" or is_flex(recipe.train),
         "draft": engine.draft > 0,
         "offload": recipe.train.optimizer_offload,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from operator import itemgetter
 from typing import Literal
 
@@ -19,14 +20,17 @@ from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.parallel.option_values import has_bfloat16_moments
+from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.flex_dispatcher import DISPATCHER
 from megarl.placement.overlaps import OTHER_EXCHANGES, PLAIN_EXCHANGE
 from megarl.placement.roles import RoleName, resolve
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
 from megarl.plan.candidates import (
     Overlay,
     changes,
     engine_overlays,
+    in_fp8,
     train_overlays,
     train_variants,
     with_exchange,
@@ -122,11 +126,13 @@ def search(
         parts = builder.submit(_parts, estimator, trains)
         best_engines = _best_engines(estimator, engines, engine_phases)
         estimator.parts = parts.result()
-    best_trains = _best_trains(estimator, trains, train_phases)
+    fp8_engines = any(_fp8_engines(estimator.recipe, engine) for engine in ({}, *best_engines))
+    best_trains = _best_trains(estimator, trains, train_phases, fp8_engines=fp8_engines)
     estimates = [
         estimator.estimate(engine | train)
         for engine in ({}, *best_engines)
         for train in ({}, *best_trains)
+        if _fp8_engines(estimator.recipe, engine) or not _fp8_training(estimator.recipe, train)
     ]
     layouts = _planned(
         recipe_plan, _not_beaten([estimate for estimate in estimates if estimate.fits()])
@@ -188,13 +194,45 @@ def _parts(
     return layer_sizes(models, sorted(tps))
 
 
+def _fp8_engines(recipe: Recipe, overlay: Overlay) -> bool:
+    engine = overlay.get("rollout", {}).get("engine", {})
+    return engine.get("weights", recipe.rollout.engine.weights) == "fp8"
+
+
+def _fp8_training(recipe: Recipe, overlay: Overlay) -> bool:
+    return overlay.get("train", {}).get("numbers", recipe.train.numbers) == "engine"
+
+
 def _best_trains(
-    estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None
+    estimator: Estimator,
+    layouts: Sequence[Overlay],
+    phases: frozenset[str] | None,
+    *,
+    fp8_engines: bool,
 ) -> list[Overlay]:
     """The best of each kind next to the recipe's engines; phases: that must fit.
 
     All are ordered by about what they take; memory is counted in full for the fastest, until enough of them fit.
+    fp8_engines: of each kind the first that fits in fp8 is among them, too.
     """
+    best: list[Overlay] = []
+    for overlays in _train_kinds(estimator, layouts):
+        fitting: list[Estimate] = []
+        for overlay in overlays[:_TRIED]:
+            estimate = estimator.estimate(overlay)
+            if estimate.fits(phases):
+                fitting.append(estimate)
+            if len(fitting) > 2 * _COMBINED:
+                break
+        best += _few_of_each_kind(fitting)
+        tried = map(in_fp8, overlays[:_TRIED] if fp8_engines else ())
+        fits = (overlay for overlay in tried if estimator.estimate(overlay).fits(phases))
+        best += islice(fits, 1)
+    return best
+
+
+def _train_kinds(estimator: Estimator, layouts: Sequence[Overlay]) -> list[list[Overlay]]:
+    """All variants by the optimizer's state and by dispatcher, about the fastest of each first."""
     variants = [
         with_exchange(variant, PLAIN_EXCHANGE)
         for layout in layouts
@@ -206,17 +244,7 @@ def _best_trains(
         has_flex = overlay["train"]["megatron"][DISPATCHER] == "flex"
         kind = (_optimizer_state(overlay), has_flex)
         by_kind.setdefault(kind, []).append(overlay)
-    best: list[Overlay] = []
-    for overlays in by_kind.values():
-        fitting: list[Estimate] = []
-        for overlay in overlays[:_TRIED]:
-            estimate = estimator.estimate(overlay)
-            if estimate.fits(phases):
-                fitting.append(estimate)
-            if len(fitting) > 2 * _COMBINED:
-                break
-        best += _few_of_each_kind(fitting)
-    return best
+    return [*by_kind.values()]
 
 
 def _roughly(estimator: Estimator, overlays: Iterable[Overlay]) -> list[tuple[float, Overlay]]:
@@ -277,15 +305,21 @@ def _beats(faster: Estimate, other: Estimate) -> bool:
 def _not_beaten(estimates: Sequence[Estimate]) -> list[Estimate]:
     """Those that no other one beats in seconds, memory of the GPU and needs, the fastest first; some of each kind.
 
-    Without those that a reshard refuses: training ranks may cut the tiles of fp8 engines.
+    Without those that a reshard refuses: training ranks may cut the tiles of fp8 engines. Many have equal layouts.
     """
+    refused: dict[tuple[TrainLayout, EngineLayout], bool] = {}
     kept: list[Estimate] = []
     for estimate in sorted(estimates, key=_seconds):
         beating = [faster for faster in kept if faster.needs <= estimate.needs]
         if any(_beats(faster, estimate) for faster in beating):
             continue
         same_kind = [faster for faster in kept if faster.needs == estimate.needs]
-        if len(same_kind) < _SHOWN and not reshard_errors(estimate.roles):
+        if len(same_kind) == _SHOWN:
+            continue
+        layouts = estimate.roles.policy.layout, estimate.roles.engines
+        if layouts not in refused:
+            refused[layouts] = bool(reshard_errors(estimate.roles))
+        if not refused[layouts]:
             kept.append(estimate)
     return kept
 

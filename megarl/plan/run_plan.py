@@ -99,11 +99,15 @@ class RunPlan:
 
     @property
     def experts(self) -> dict[str, LinkBytes]:
-        """By dispatcher, what a GPU of the policy sends to experts and back in a forward pass over a step's samples."""
+        """By dispatcher, what a GPU of the policy sends to experts and back in a forward pass over a step's samples.
+
+        Without the prompts that another sample brings.
+        """
         policy = self.sizes["policy"]
         share = self.shares["policy"]
         gpus_per_node = self.recipe.placement.gpus_per_node
-        tokens = share.updates * share.tokens
+        shared = share.saved_prompts * self.samples.num_trained * self.samples.prompt_tokens
+        tokens = share.updates * share.tokens - shared / policy.layout.dp
         return exchanged_bytes(
             policy.shape, policy.model.facts, policy.layout, gpus_per_node, tokens
         )

@@ -20,6 +20,7 @@ from megarl.types.json_objects import JsonObject
 _NEEDS: Mapping[Need, str] = {
     "fp8": "fp8, TIS",
     "fp8_cache": "fp8 cache",
+    "fp8_training": "fp8 training",
     "deepep": "DeepEP",
     "draft": "drafts",
     "offload": "AdamW on the host",

@@ -105,10 +105,8 @@ class ComputingModel:
     parameters: of the whole model that are trained. frozen_bytes: of the weights, where adapters are trained; 0
     otherwise. expert_grads_bytes: of grads_bytes, those of experts, which have other replicas. sums_beside: gradients
     are summed beside the backward pass of an update's last micro-batch. muon: of the stage with most of that work.
-    muon_parameters: of the whole model those that have one moment. trains_mtp: whether the
-    layers of multi-token prediction are trained. keeps_logits: whether the backward pass finds all logits of a
-    micro-batch in memory, as in published runs; megarl computes them again in chunks (parallel/logprobs.py). fp8: the
-    linear layers that multiply in fp8; None: none do.
+    muon_parameters: of the whole model those that have one moment. trains_mtp: whether the layers of multi-token
+    prediction are trained. fp8: the linear layers that multiply in fp8; None: none do.
     """
 
     layers: RankLayers
@@ -127,7 +125,6 @@ class ComputingModel:
     muon: MuonWork = MuonWork()
     muon_parameters: int = 0
     trains_mtp: bool = False
-    keeps_logits: bool = False
     fp8: Fp8Linears | None = None
     weight_bytes: int = 2  # of one weight
 
@@ -173,8 +170,7 @@ class ComputingModel:
         """
         layers_s = self._mean_layers_s(forwards, backwards)
         stages_s = [load * layers_s for load in self.layers.stage_loads]
-        logits_again = int(backwards > 0 and not self.keeps_logits)
-        flops = self._output_flops(forwards + logits_again, backwards)
+        flops = self._output_flops(forwards + backwards * self.logits_again, backwards)
         if backwards and self.trains_mtp:
             shape = self.layers.shape
             num_predicted = shape.num_mtp_layers
@@ -185,6 +181,11 @@ class ComputingModel:
         of_stage = self._reached / self.layers.layout.pp
         stages_s[-1] += flops / of_stage / self.share.balance
         return stages_s
+
+    @property
+    def logits_again(self) -> int:
+        """Forward passes of the output layer in a backward pass, which has kept no logits (parallel/logprobs.py)."""
+        return 1
 
     def _output_flops(self, forwards: int, backwards: int) -> float:
         """Of the output layer."""

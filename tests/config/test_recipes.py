@@ -42,6 +42,7 @@ OF_235B = [
 ]
 FAST_235B = "qwen3_235b_128gpus.yaml", "fast_qwen3_235b_128gpus.yaml"
 FAST_DEEPSEEK = "fp8_rollout_deepseek671b.yaml", "deepep_training_deepseek671b.yaml"
+FP8_TRAINING = "fp8_training_deepseek671b.yaml"
 DEEPSEEK_512 = "deepseek671b_512gpus.yaml", "fp8_rollout_deepseek671b.yaml"
 # What is laid over the recipes of a model; the recipes themselves are all that there are.
 OVERLAYS: dict[str, list[tuple[str, ...]]] = {
@@ -64,6 +65,8 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "deepseek671b": [
         (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((overlay,) for overlay in DEBUG),
         FAST_DEEPSEEK, (*FAST_DEEPSEEK, ENGINE_LOGPROBS), (*FAST_DEEPSEEK, ENGINE_LOGPROBS, PHASES),
+        (*FAST_DEEPSEEK, FP8_TRAINING, ENGINE_LOGPROBS),
+        (*FAST_DEEPSEEK, FP8_TRAINING, ENGINE_LOGPROBS, PHASES),
     ],
     "qwen3_30b_128k": [()],
     "glm4_5_air": [()],

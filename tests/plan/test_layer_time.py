@@ -325,6 +325,14 @@ PUBLISHED = [
 ]  # fmt: skip
 
 
+class KeepsLogits(ComputingModel):
+    """A model whose backward pass finds all logits in memory, as in the published runs."""
+
+    @property
+    def logits_again(self) -> int:
+        return 0
+
+
 def planned_tflops(run: Run) -> float:
     """Model FLOPs a GPU and second, in 10^12, that the plan expects."""
     model = MODELS[run.model]
@@ -356,10 +364,10 @@ def planned_tflops(run: Run) -> float:
         shape, layout, CARDS[run.card], 8, run.deepep, run.hidden,
         routing=routing_of(shape, model.facts),
     )  # fmt: skip
-    policy = ComputingModel(
+    policy = KeepsLogits(
         layers, samples, work, [run.again] * run.pp, False, False, 2 * weights, 4 * weights, 0.0, 1,
         expert_grads_bytes=4 * experts * shape.num_layers / run.pp, trains_mtp=shape.num_mtp_layers > 0,
-        keeps_logits=True, fp8=fp8_linears(shape, FP8_TILES, "fp8") if run.fp8 else None,
+        fp8=fp8_linears(shape, FP8_TILES, "fp8") if run.fp8 else None,
     )  # fmt: skip
     seconds = policy.updates_s + policy.gradients_s
     return run.sequences * train_work(shape)(run.length) / run.world / seconds / 1e12
