@@ -248,6 +248,7 @@ SMALL_MODELS = {
     "glm, small": published(
         "glm-4.5-air", **SMALL_DENSE, head_dim=32, moe_intermediate_size=128, n_routed_experts=16
     ),
+    "glm-lite, small": {**published("glm-4.5-air"), **GLM_FLASH, **SMALL},
     "qwen3-next, small": published(
         "qwen3-next-80b-a3b",
         **SMALL_QWEN3,
@@ -291,8 +292,8 @@ LOADED = [
     ("moonlight, small", layout(2)), ("qwen3-moe, small", layout(8, 4)), ("qwen3-moe, small", layout(4, 2, 2, **HEAD)),
     ("llama, small", layout(2)), ("qwen2, small", layout(4)), ("qwen3, small", layout(2)),
     ("minimax-m2, small", layout(4, 2)), ("hy-v3, small", layout(4, 2)), ("mixtral, small", layout(4, 2)),
-    ("qwen2-moe, small", layout(4, 2)), ("glm, small", layout(4, 2)), ("qwen3-next, small", layout(4, 2)),
-    ("qwen3.5-moe, small", layout(4, 2)),
+    ("qwen2-moe, small", layout(4, 2)), ("glm, small", layout(4, 2)), ("glm-lite, small", layout(2, 2)),
+    ("qwen3-next, small", layout(4, 2)), ("qwen3.5-moe, small", layout(4, 2)),
 ]  # fmt: skip
 ALL, SOME = (
     LoraSize(4, 4, 4.0, (), sync="adapters"),
