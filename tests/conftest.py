@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from megarl.collector import collector_paused
 from tests.tiny_engines import (  # noqa: F401 - fixtures
@@ -27,8 +27,10 @@ from tests.tiny_engines import (  # noqa: F401 - fixtures
     tokenizer,
 )
 
-# an example's default bound of 0.2 s knows how busy it is
-settings.register_profile("any machine", deadline=None)
+# an example's default bound of 0.2 s, and one of the time to draw examples, know how busy it is
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 # as at a terminal: a suite that runs in the background begins, and with it all that it starts, with SIGINT ignored

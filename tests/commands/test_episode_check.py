@@ -114,7 +114,7 @@ def command(
         f"episode.tools={list(tools)}",
         f"episode.environment={environment or 'null'}",
         f"reward.function={'null' if rewards_itself else 'megarl.rollout.rewards.exact:score'}",
-        "episode.call_timeout_s=2",
+        "episode.call_timeout_s=5",
     ]
 
 
@@ -164,7 +164,7 @@ def test_what_goes_wrong_is_one_line_each() -> None:
     tools = [f"odd_episodes:{name}" for name in ("hang", "end", "brittle", "garbage")]
     done = run(*command(*tools), "--rows", "1", code=2)
     assert [line.partition(";")[0] for line in done.stderr.splitlines()] == [
-        "episode.tools: rows.jsonl:1: hang took longer than 2 s.",
+        "episode.tools: rows.jsonl:1: hang took longer than 5 s.",
         "episode.tools: rows.jsonl:1: end ended its process (exit code 3).",
         "episode.tools: rows.jsonl:1: garbage returned a value of type object, which is neither text nor JSON.",
         "episode.tools: brittle, 1 MB of text: brittle ended its process (exit code 4).",

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.model.families import FAMILIES
 from tests.model import test_families
-from tests.parallel import test_reference
+from tests.parallel import test_parity, test_reference
 from tests.parallel.checkpoints import architecture
 from tests.resharding import test_real_engines
 from tests.rollout.sglang import test_families as test_engines
@@ -16,7 +16,9 @@ from tests.rollout.sglang import test_families as test_engines
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MEGATRON = "the parameters of Megatron's model"
 LOGPROBS = "the log-probabilities of transformers"
+RANKS = "what several training ranks compute, which is what one does"
 SGLANG = "the parameters of SGLang's class at full width"
+LOADER = "what SGLang's own loader makes of a checkpoint"
 ENGINE = "what a tiny SGLang engine samples, whose log-probabilities are those of transformers"
 # comparison -> the architectures that a test has it of
 COMPARED = {
@@ -24,9 +26,17 @@ COMPARED = {
     LOGPROBS: {
         architecture(name) for name in (*test_families.WITH_LOGPROBS, *test_reference.FAMILIES)
     },
+    RANKS: {
+        architecture(name)
+        for name in (*test_parity.SETTINGS, *test_parity.OTHERS, *test_families.ON_FOUR_RANKS)
+    },
     SGLANG: {
         str(test_real_engines.CONFIGS[model]["architectures"][0])
         for model in test_real_engines.LAYOUTS
+    },
+    LOADER: {
+        str(test_real_engines.SMALL_MODELS[model]["architectures"][0])
+        for model, _ in test_real_engines.LOADED
     },
     ENGINE: {architecture(family) for family, _ in test_engines.CASES.values()},
 }

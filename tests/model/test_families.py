@@ -39,8 +39,10 @@ SPARSE, DENSE = (
     ),
     ("qwen3", "qwen2", "llama"),
 )
-# test_reference.py has the others
-WITH_LOGPROBS = (*DENSE, *SPARSE[2:], "glm4-moe without norms")
+# test_reference.py has the others; Moonlight is DeepSeek-V3 without a rank of queries, and without YaRN
+WITH_LOGPROBS = (*DENSE, *SPARSE[2:], "glm4-moe without norms", "moonlight")
+# whose sizes are divided in another way than those of the families that tests/parallel/test_parity.py has on ranks
+ON_FOUR_RANKS = ("qwen3.5-moe", "kimi-k25", "glm4-moe-lite")
 # of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
 EVERY_LAYOUT = {
     "one rank": TrainLayout(1, 1, 1, 1),
@@ -135,29 +137,25 @@ def transformers_logprobs(path: Path, longest: int = 23) -> list[np.ndarray]:
 
 
 ROPE = checkpoints_of_families.LATENT["rope_parameters"] | {"beta_fast": 1.0, "beta_slow": 1.0}
-VARIANTS: dict[str, dict[str, Any]] = {
-    # one group of experts, and a ramp of YaRN that begins and ends at the same frequency
-    "kimi-k2": {
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.827,
-        "rope_parameters": ROPE | {"factor": 32.0},
-    },
-    "queries without a rank": {"q_lora_rank": None},
+# one group of experts, and a ramp of YaRN that begins and ends at the same frequency
+KIMI_K2: dict[str, Any] = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_parameters": ROPE | {"factor": 32.0},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_of_deepseek_v3(tmp_path: Path, variant: str) -> None:
-    path = write(tmp_path, "deepseek-v3", **VARIANTS[variant])
+def test_logprobs_of_kimi_k2_equal_those_of_transformers(tmp_path: Path) -> None:
+    path = write(tmp_path, "deepseek-v3", **KIMI_K2)
     check_logprobs(path, transformers_logprobs(path))
 
 
 def check_logprobs(
     path: Path, expected: list[np.ndarray], layout: TrainLayout = EVERY_LAYOUT["one rank"]
 ) -> None:
-    logprobs, *_ = run_world(recipe(path, layout), trainer_logprobs)
+    *_, logprobs = run_world(recipe(path, layout), trainer_logprobs)
     assert logprobs is not None
     np.testing.assert_allclose(
         np.concatenate(logprobs), np.concatenate(expected), atol=within(1e-4)
@@ -173,11 +171,10 @@ def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> No
 
 
 @pytest.mark.slow
-def test_ranks_that_split_the_projections_of_qwen3_5_compute_what_transformers_does(
-    tmp_path: Path,
-) -> None:
-    path = write(tmp_path, "qwen3.5-moe")
-    check_logprobs(path, transformers_logprobs(path), TrainLayout(2, 2, 1, 2))
+@pytest.mark.parametrize("family", ON_FOUR_RANKS)
+def test_ranks_compute_what_transformers_does(tmp_path: Path, family: str) -> None:
+    path = write(tmp_path, family)
+    check_logprobs(path, transformers_logprobs(path), TrainLayout(4, 2, 2, 2))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from megarl.resharding.shards import views
 from tests.parallel.gradients import uneven_steps
 from tests.parallel.worlds import recipe, trained, trained_shards
 
-STEPS = 3
+STEPS = 2
 LORA = {"rank": 4, "alpha": 6.0, "experts": 2}
 
 

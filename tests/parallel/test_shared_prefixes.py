@@ -42,7 +42,7 @@ pytestmark = [
 ]
 
 ONE_RANK, TP2_EP2 = TrainLayout(1, 1, 1, 1), TrainLayout(2, 2, 1, 2)
-STEPS = 3
+STEPS = 2
 GROUPS, SAMPLES, MICRO_BATCHES = 4, 5, 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": LOSSES,

@@ -33,6 +33,8 @@ from megarl.resharding.verify import VerifyMode
 from tests import forked
 
 TIMEOUT_S = 60.0
+# the first child waits for the imports of its server, too, which may take a minute on a busy machine
+ANSWER_S = 300.0
 PADDING = 77.0
 Params = dict[str, torch.Tensor]
 
@@ -160,7 +162,7 @@ class Process:
         self.pipe.send(message)
 
     def answer(self) -> Any:
-        if not self.pipe.poll(TIMEOUT_S):
+        if not self.pipe.poll(ANSWER_S):
             raise TimeoutError(f"child {self.process.pid} does not answer")
         answer = self.pipe.recv()
         if isinstance(answer, Exception):

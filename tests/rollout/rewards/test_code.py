@@ -167,8 +167,8 @@ def test_a_broken_program_is_wrong(program: str, tests: Any) -> None:
 
 
 def test_time_is_kept_for_each_test_and_for_all() -> None:
-    program = f"{READS}\nwhile a == 1: pass\nprint(a + b)"
-    assert judged(program, ADDS_LINES, timeout_s=1.0, partial=True).reward == 0.5
+    program = f"import time\n{READS}\nwhile a == 1: time.sleep(1)\nprint(a + b)"
+    assert judged(program, ADDS_LINES, timeout_s=5.0, partial=True).reward == 0.5
     assert judged("while True: pass", ADDS_LINES, total_s=1.0) == RewardResult(0.0, False)
 
 

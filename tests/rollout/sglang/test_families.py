@@ -91,8 +91,8 @@ class Served:
 
 
 # what they have is in the other cases, too: HY-V3 has the layers of GLM-4.5, in a class that needs no patch on a CPU,
-# and Kimi-K2.5 those of DeepSeek-V3
-BY_NIGHT = {"glm4-moe-lite tp2", "mixtral tp2 ep2", "hy-v3 tp2", "deepseek-v3 tp2"}
+# Kimi-K2.5 those of DeepSeek-V3, and SGLang's Qwen3 is its Qwen2 with norms, whose biases Qwen2-MoE has
+BY_NIGHT = {"glm4-moe-lite tp2", "mixtral tp2 ep2", "hy-v3 tp2", "deepseek-v3 tp2", "qwen2 tp2"}
 # whose layers are DeepSeek-V3's or Qwen3's, with the same names in SGLang's modules
 ALIKE = {"moonlight tp2", "qwen2 tp2", "llama tp1"}
 BY_CASE = {

@@ -20,11 +20,10 @@ SHORT, LONG = [3, 7, 15, 8, 18, 4], [9] * 60
 MOST = 4  # sequences of a group
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "seeded"])
-def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine]) -> Iterator[Engine]:
-    built = build_engine(
-        2, 1, dp=2, seeded=request.param, sglang={"max_running_requests": 2 * MOST}
-    )
+@pytest.fixture(scope="module")
+def engine(build_engine: Callable[..., Engine]) -> Iterator[Engine]:
+    """Seeded, of which requests and reports know nothing."""
+    built = build_engine(2, 1, dp=2, seeded=True, sglang={"max_running_requests": 2 * MOST})
     yield built
     built.shutdown()
 
@@ -86,7 +85,6 @@ def test_a_cancelled_prompt_leaves_its_places(engine: Engine) -> None:
     assert [queue._balancer.expected_tokens(group) for group in range(2)] == [0, 0]
 
 
-@pytest.mark.parametrize("engine", [True], ids=["seeded"], indirect=True)
 def test_seeded_samples_are_the_same_in_whatever_group(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
