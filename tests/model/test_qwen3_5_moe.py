@@ -20,11 +20,11 @@ from megarl.resharding.shards import param_table
 from megarl.types import UserError
 from tests.parallel.checkpoints import write
 
-PUBLISHED = Path(__file__).parents[1] / "published"
+PUBLISHED = Path(__file__).parents[2] / "recipes" / "models"
 
 
 def folder_of(folder: Path, model: str, of_text: dict[str, Any], **keys: Any) -> Path:
-    config = json.loads((PUBLISHED / f"{model}.json").read_text()) | keys
+    config = json.loads((PUBLISHED / model / "config.json").read_text()) | keys
     config["text_config"] |= of_text
     (folder / "config.json").write_text(json.dumps(config))
     return folder

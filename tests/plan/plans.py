@@ -33,6 +33,8 @@ _PUBLISHED = {
     "deepseek-v3": "deepseek-v3",
     "kimi-k2": "kimi-k2",
     "qwen3-next": "qwen3-next-80b-a3b",
+    "qwen3.5-35b-a3b": "qwen3.5-35b-a3b",
+    "qwen3.5-397b-a17b": "qwen3.5-397b-a17b",
     "minimax-m2": "minimax-m2",
     "hy-v3": "hy-v3",
 }

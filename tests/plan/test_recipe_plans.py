@@ -66,6 +66,8 @@ TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
     "glm4_6": ({"tp": 8, "ep": 8, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "glm4_5_air": ({"tp": 2, "ep": 2, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "qwen3_next": ({"tp": 2, "ep": 2, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
+    "qwen3_5_35b": ({"tp": 1, "ep": 1, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
+    "qwen3_5_397b": ({"tp": 8, "ep": 8, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "minimax_m2": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "hy_v3": ({"tp": 4, "ep": 4}, ["rollout", "reshard"], "rollout.engine.tp"),
     "qwen2_5_32b": ({"tp": 1}, ["rollout"], "rollout.engine.weights"),

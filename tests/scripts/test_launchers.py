@@ -29,7 +29,13 @@ def test_there_is_a_launcher_for_every_algorithm_and_model() -> None:
     names = {f"{algorithm}_{model}" for algorithm in ("grpo", "dapo", "vapo") for model in models}
     names |= {"dapo_qwen2_5_32b", "grpo_lora_kimi_k2", "retool_qwen3_30b", "search_r1_qwen3_30b"}
     names |= {"grpo_glm4_5_air", "grpo_glm4_6", "grpo_qwen3_30b_128k"}
-    names |= {"grpo_qwen3_next", "grpo_minimax_m2", "grpo_hy_v3"}
+    names |= {
+        "grpo_qwen3_next",
+        "grpo_minimax_m2",
+        "grpo_hy_v3",
+        "grpo_qwen3_5_35b",
+        "grpo_qwen3_5_397b",
+    }
     assert {path.stem.removeprefix("run_") for path in RUNS} == names
 
 
