@@ -42,7 +42,8 @@ def train_keys(**given: Any) -> dict[str, Any]:
         "lr": LR, "warmup_steps": 0, "lr_schedule": "constant", "lr_end": 0.0, "weight_decay": 0.0, "grad_clip": 1.0,
         "tokens_per_micro_batch": 4096, "updates_per_step": 1, "aux_loss": 0.0, "z_loss": 0.0, "mtp_loss": 0.0,
         "router_bias_rate": 0.0, "replay": "off", "share_prefixes": False, "recompute": {}, "optimizer_offload": False,
-        "local_layers": True, "megatron": {}, "ddp": {}, "optimizer": {}, "numbers": "plain", "fp8_backward": "dequantised",
+        "local_layers": True, "megatron": {}, "ddp": {}, "optimizer": {}, "numbers": "plain",
+        "fp8_backward": "dequantised",
     } | given  # fmt: skip
 
 
