@@ -8,11 +8,12 @@ are the same, in the layers that are not kept plain here.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import fp8_utils
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -20,22 +21,34 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor
 
 from megarl.fp8 import TILE, Fp8Backward, ScaleRule
 from megarl.fp8.linear import linear
 from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.param_names import named_modules
+from megarl.types import UserError
 from megarl.types.tensors import ModelChunks
 
 # of TransformerEngine: "1" asks its blockwise recipe for the exact scales
 FLOAT_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-# of TransformerEngine 2.15: with what gradients are computed where not in fp8
-BACKWARD = "NVTE_BACKWARD_OVERRIDE"
+BACKWARD_SINCE = "2.15.0"  # TransformerEngine's choice of the backward pass
+# `backward_override` of its recipes; fp8: None
 _BACKWARDS = {"high_precision": "high_precision", "dequantised": "dequantized"}
 _ENGINE_LAYERS = ("TELinear", "TELayerNormColumnParallelLinear", "TEGroupedLinear")
 # rows of an operand that TransformerEngine's products in fp8 ask for
 _ENGINE_ROWS = 16
+
+
+@dataclass(frozen=True)
+class EngineNumbers:
+    """What a rank computes with in fp8. params: these weights, by the names of the weight map."""
+
+    params: frozenset[str]
+    scales: ScaleRule
+    backward: Fp8Backward
 
 
 def row_multiple(tp: int) -> int:
@@ -55,25 +68,42 @@ def engine_fields() -> dict[str, Any]:
     return {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}
 
 
-def set_environment(rule: ScaleRule, backward: Fp8Backward) -> None:
-    """What TransformerEngine reads from the environment; call it before its first layer is built."""
-    os.environ[FLOAT_SCALES] = str(int(rule == "exact"))
-    if backward in _BACKWARDS:
-        os.environ[BACKWARD] = _BACKWARDS[backward]
-    else:
-        os.environ.pop(BACKWARD, None)
+def make_recipes(backward: Fp8Backward) -> None:
+    """Let Megatron's recipes of TransformerEngine ask for this backward pass; call it before a layer is built.
+
+    TransformerEngine reads the variable of the same meaning as it is imported, which is too early.
+    """
+    make = fp8_utils.get_fp8_recipe
+
+    def recipe(config: TransformerConfig) -> Any:
+        made: Any = make(config)
+        made.backward_override = _BACKWARDS.get(backward)
+        return made
+
+    fp8_utils.get_fp8_recipe = recipe  # type: ignore[assignment]
 
 
-def use_engine_numbers(
-    chunks: ModelChunks, fp8_params: Collection[str], rule: ScaleRule, backward: Fp8Backward
-) -> None:
+def engine_errors(backward: Fp8Backward) -> list[UserError]:
+    """What the installed TransformerEngine lacks, or its environment asks of it, where ranks use it in fp8."""
+    errors = []
+    if backward in _BACKWARDS and not is_te_min_version(BACKWARD_SINCE):
+        problem = f"{backward} needs TransformerEngine {BACKWARD_SINCE}, and {get_te_version()} is installed"
+        hint = "install a later version, or set it to fp8"
+        errors.append(UserError("train.fp8_backward", problem, hint))
+    if os.environ.get(FLOAT_SCALES) == "1":
+        problem = "1 asks TransformerEngine for scales that are no powers of two"
+        errors.append(UserError(FLOAT_SCALES, problem, "unset it on all nodes"))
+    return errors
+
+
+def use_engine_numbers(chunks: ModelChunks, numbers: EngineNumbers) -> None:
     """Let the layers with these weights compute in fp8, and all others as they did, before DDP wraps the chunks.
 
-    fp8_params: by the names of the weight map. Outputs of routed experts in fp8 are multiplied with their router's
+    Outputs of routed experts in fp8 are multiplied with their router's
     weights, as in SGLang; Megatron multiplies the inputs of the second product, whose codes would be others.
     """
     modules = named_modules(chunks)
-    in_fp8 = {name.rpartition(".")[0] for name in fp8_params}
+    in_fp8 = {name.rpartition(".")[0] for name in numbers.params}
     for path, module in modules.items():
         if isinstance(module, (SequentialMLP, *_classes("TEGroupedMLP"))):
             if any(each.startswith(f"{path}.") for each in in_fp8):
@@ -82,7 +112,7 @@ def use_engine_numbers(
             if path not in in_fp8:
                 _keep_plain(module)
         elif path in in_fp8:
-            _use_codes(module, rule, backward)
+            _use_codes(module, numbers)
 
 
 def _classes(*names: str) -> tuple[type, ...]:
@@ -93,8 +123,8 @@ def _classes(*names: str) -> tuple[type, ...]:
     return tuple(grouped[name] if name in grouped else getattr(te, name) for name in names)
 
 
-def _use_codes(module: Any, rule: ScaleRule, backward: Fp8Backward) -> None:
-    multiply = partial(linear, rule=rule, backward=backward)
+def _use_codes(module: Any, numbers: EngineNumbers) -> None:
+    multiply = partial(linear, rule=numbers.scales, backward=numbers.backward)
     if isinstance(module, ColumnParallelLinear):
         module._forward_impl = partial(_column_product, multiply)  # type: ignore[method-assign]
     elif isinstance(module, RowParallelLinear):

@@ -28,6 +28,7 @@ from megarl.parallel import (
     state_bytes,
 )
 from megarl.parallel.finiteness import Finiteness
+from megarl.parallel.fp8_layers import EngineNumbers
 from megarl.parallel.layer_outputs import LayerRecorder
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.matrix_exchange import MatrixPart
@@ -38,7 +39,7 @@ from megarl.parallel.replicas import Replicated, replicated_gradients, replicate
 from megarl.parallel.routing import Choices, Router, Routing
 from megarl.parallel.shared_rows import pack_shared
 from megarl.parallel.tp_attributes import set_tp_attributes
-from megarl.placement.roles import Role, engine_precision
+from megarl.placement.roles import Role
 from megarl.timeline import recorder
 from megarl.types import TrainSequence
 from megarl.types.arrays import TokenArrays
@@ -52,9 +53,9 @@ class RankModel:
     are loaded, `make_optimizer` copies them. Raises UserError for a Megatron option that does not fit. tp_split_params:
     this rank's weights that are split over TP, as `megatron_map.split_params` says. is_published: engines map the
     parameters, which therefore never move. pairs: the factors of this rank's adapters, where the recipe has `lora`; the
-    weights themselves are frozen then. fp8_params: this rank's weights that `train.numbers: engine` computes with in
-    fp8, as `megatron_map.fp8_params` says. matrices: this rank's parts of all matrices, for `train.optimizer_name:
-    muon`. A role that does not train has no gradients and no optimizer.
+    weights themselves are frozen then. numbers: of the engines, with which it computes; None: plain ones. matrices: this
+    rank's parts of all matrices, for `train.optimizer_name: muon`. A role that does not train has no gradients and no
+    optimizer.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class RankModel:
         store: Store,
         *,
         tp_split_params: Collection[str],
-        fp8_params: Collection[str] = (),
+        numbers: EngineNumbers | None = None,
         is_published: bool = True,
         pairs: Sequence[LoraPair] = (),
         matrices: Sequence[MatrixPart] = (),
@@ -82,14 +83,10 @@ class RankModel:
         layout = role.layout
         shape = role.shape
         facts = role.model.required_facts
-        precision = engine_precision(recipe)
-        self._rows = 1
-        if fp8_params and model.TRANSFORMER_ENGINE:
-            fp8_layers.set_environment(precision.scales, train.fp8_backward)
-            self._rows = fp8_layers.row_multiple(layout.tp)
         self.rank = rank
         self.shape = shape
         self.layout = layout
+        self._rows = self._row_multiple(numbers)
         self._train = train
         self._matrices = matrices
         self._asynchronous = recipe.checkpoint.asynchronous
@@ -101,8 +98,8 @@ class RankModel:
         routing = Routing()
         chunks = model.build_chunks(config, facts, shape, layout, rank, routing)
         set_tp_attributes(chunks, tp_split_params, config.sequence_parallel)
-        if fp8_params:
-            fp8_layers.use_engine_numbers(chunks, fp8_params, precision.scales, train.fp8_backward)
+        if numbers:
+            fp8_layers.use_engine_numbers(chunks, numbers)
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
         size = role.lora
@@ -122,6 +119,13 @@ class RankModel:
             self.chunks = model.wrap(config, chunks, train)
             self.finiteness.watch_gradients(self.chunks)
         self.pipeline = self._pipeline(routing)
+
+    def _row_multiple(self, numbers: EngineNumbers | None) -> int:
+        """The tokens that this rank has a multiple of; prepares TransformerEngine for fp8 before layers are built."""
+        if numbers is None or not model.TRANSFORMER_ENGINE:
+            return 1
+        fp8_layers.make_recipes(numbers.backward)
+        return fp8_layers.row_multiple(self.layout.tp)
 
     def _pipeline(self, routing: Routing) -> Pipeline:
         train = self._train

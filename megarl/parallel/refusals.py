@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from megarl.device import DEVICE
+from megarl.parallel.fp8_layers import engine_errors
 from megarl.parallel.model import (
     DTYPES,
     TRANSFORMER_ENGINE,
@@ -73,6 +74,8 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
         missing = transformer_engine_error(train, offloaded)
         if missing:
             errors.append(missing)
+        if TRANSFORMER_ENGINE and train.numbers == "engine":
+            errors += engine_errors(train.fp8_backward)
     return errors
 
 

@@ -19,14 +19,18 @@ from megarl.algos.losses import LossResult
 from megarl.algos.statistics import GRAD_NORM, LOSS, Statistics
 from megarl.checkpoints import hf_import, peft
 from megarl.checkpoints.snapshots import Digest, digests
+from megarl.config import Recipe
 from megarl.disk import DiskPulse, visible_folder, writing
 from megarl.model.families import family_of
+from megarl.model.shape import ModelShape
 from megarl.parallel import groups, host_offload, model, state_bytes
+from megarl.parallel.fp8_layers import EngineNumbers
 from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
 from megarl.placement.roles import Role, engine_precision
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.timeline import recorder
@@ -40,6 +44,17 @@ from megarl.types.tensors import NamedTensors
 MicroBatches = Sequence[Sequence[TrainSequence]]
 _LOOK_S = 0.02  # a checkpoint ends so much later, at most, because its disk is attended to
 _SHORT_S = 1.0  # no disk is asked about a call that does not take longer
+
+
+def _engine_numbers(
+    recipe: Recipe, shape: ModelShape, layout: TrainLayout, rank: int
+) -> EngineNumbers | None:
+    """The engines' numbers, where the rank computes with these."""
+    if recipe.train.numbers == "plain":
+        return None
+    precision = engine_precision(recipe)
+    params = megatron_map.fp8_params(shape, layout, rank, precision, model.TRANSFORMER_ENGINE)
+    return EngineNumbers(params, precision.scales, recipe.train.fp8_backward)
 
 
 class TrainingRank:
@@ -73,17 +88,13 @@ class TrainingRank:
         self._last_disk_call = 0
         self._store = device.join_store(meet, recipe.run.timeout_s)
         of_rank = shape, self.layout, rank
-        fp8_params: frozenset[str] = frozenset()
-        if recipe.train.numbers == "engine":
-            precision = engine_precision(recipe)
-            fp8_params = megatron_map.fp8_params(*of_rank, precision, model.TRANSFORMER_ENGINE)
         has_muon = recipe.train.optimizer_name == "muon"
         self._model = RankModel(
             rank,
             role,
             self._store,
             tp_split_params=megatron_map.split_params(*of_rank, model.TRANSFORMER_ENGINE),
-            fp8_params=fp8_params,
+            numbers=_engine_numbers(recipe, *of_rank),
             is_published=is_published,
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
             matrices=matrix_parts(*of_rank, model.TRANSFORMER_ENGINE) if has_muon else (),

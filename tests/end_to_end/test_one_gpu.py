@@ -132,6 +132,25 @@ def test_a_run_with_fp8_weights(launch: Callable, tmp_path: Path) -> None:
     check(steps_of(launch, tmp_path, "rollout.engine.weights=fp8", **TILES), 0.2)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="on CPU test_fp8_numbers.py has both sides in fp8")
+def test_a_run_that_computes_in_fp8_on_both_sides(launch: Callable, tmp_path: Path) -> None:
+    """Unverified on a GPU.
+
+    parallel/fp8_layers.py use_engine_numbers, engine_fields: TransformerEngine's blockwise recipe with scales that are
+    powers of two, layers of its own that stay plain, experts whose outputs are weighed after the second product, rows
+    padded to 16 tokens, or 128 with TP. Read of TransformerEngine 2.14 and 2.15, not run. To check first: the
+    difference of log-probabilities beside that of `train.numbers: plain`; the codes of a layer's weight against
+    `megarl.fp8.codes.quantise`; `train.fp8_backward` with TransformerEngine 2.15 or later.
+
+    rollout/sglang/fp8_scales.py round_scales_up: SGLang's quantiser of activations with scales that are powers of two,
+    copied into the layout of its products. To check first: its codes and scales against
+    `megarl.fp8.codes.quantise_groups` for groups above 4.5e-8; tokens a second with and without; DeepEP, whose own
+    kernels quantise what they send by exact scales.
+    """
+    changes = ("rollout.engine.weights=fp8", "train.numbers=engine", "train.fp8_backward=fp8")
+    check(steps_of(launch, tmp_path, *changes, **TILES), 0.05)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="fp8 caches run on a GPU")
 def test_a_run_with_fp8_weights_and_cache(launch: Callable, tmp_path: Path) -> None:
     """Unverified on a GPU.

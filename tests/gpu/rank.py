@@ -44,7 +44,7 @@ def train_keys(**given: Any) -> dict[str, Any]:
         "tokens_per_micro_batch": 4096, "updates_per_step": 1, "aux_loss": 0.0, "z_loss": 0.0, "mtp_loss": 0.0,
         "router_bias_rate": 0.0, "replay": "off", "share_prefixes": False, "recompute": {},
         "optimizer_name": "adamw", "optimizer_offload": False, "local_layers": True,
-        "megatron": {}, "ddp": {}, "optimizer": {},
+        "megatron": {}, "ddp": {}, "optimizer": {}, "numbers": "plain", "fp8_backward": "dequantised",
     } | given  # fmt: skip
 
 

@@ -42,7 +42,8 @@ def test_tiles_equal_the_cpus(
 
     resharding/fp8.py, rollout.engine.weights: tiles quantised strip by strip while packing; SGLang's fp8 parameters as
     `sglang_map` names them. To check first: bytes equal to the CPU's; the number of small kernels a round; on
-    Blackwell SGLang may round scales to powers of two after loading, which the next reshard must survive.
+    Blackwell SGLang may round scales to powers of two after loading, which the next reshard must survive. The same
+    of scales that are powers of two.
     """
     weights = block(shape, dtype)
     on_device = weights.to(DEVICE)
@@ -55,6 +56,8 @@ def test_tiles_equal_the_cpus(
     assert same_bytes(scales, expected_scales)
     assert same_bytes(quantised, expected)
     record("rate", weights.nbytes / seconds / 1e9, "GB/s")
+    for convert in (fp8.quantise, fp8.tile_scales):
+        assert same_bytes(convert(on_device, "powers_of_two"), convert(weights, "powers_of_two"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -44,6 +45,7 @@ ENGINES = {
 }
 PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4]]
 TIMEOUT_S = 60.0
+START_S = 120.0
 WORLD_S = 600.0
 # the difference of log-probabilities where both compute in fp8, over that where the engine does alone
 LARGEST_RATIO = 0.1
@@ -111,10 +113,17 @@ class Served:
         self.results: list[Any] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
+        # the engine starts afterwards: both change the environment of this process for their children
+        keys = [f"handles/{rank}" for rank in range(TRAIN.world_size)]
+        self.store.wait(keys, timedelta(seconds=START_S))
+        self.handles = [
+            TypeAdapter(SourceHandles).validate_json(self.store.get(key)) for key in keys
+        ]
 
     def _run(self) -> None:
         recipe = fp8_recipe(self.path, self.family, TRAIN)
-        self.results = worlds.run_world(recipe, train_rank, address_of(self.host))
+        with patch.object(worlds, "TIMEOUT_S", WORLD_S):
+            self.results = worlds.run_world(recipe, train_rank, address_of(self.host))
 
     def sample(self) -> list[tuple[list[int], list[int], list[float]]]:
         """Prompts, responses and the engine's log-probabilities, with the ranks' weights."""
@@ -127,17 +136,12 @@ class Served:
         )  # fmt: skip
         engine = Engine(settings)
         try:
-            keys = [f"handles/{rank}" for rank in range(TRAIN.world_size)]
-            self.store.wait(keys, timedelta(seconds=WORLD_S))
-            handles = [
-                TypeAdapter(SourceHandles).validate_json(self.store.get(key)) for key in keys
-            ]
             common = Session(
                 meet=address_of(self.host), run_id="test", shape=shape, train=TRAIN, engine=layout,
                 transformer_engine=False, dtype="float32", round_bytes=200_000, timeout_s=TIMEOUT_S,
                 gpus_per_node=2, verify="full",
             )  # fmt: skip
-            made = sessions(common, handles)
+            made = sessions(common, self.handles)
             message = made.engine_message(0, 1, 0, first=True, steps=["weights"])
             asyncio.run(engine.reshard(message, 1))
             return asyncio.run(_samples(engine))

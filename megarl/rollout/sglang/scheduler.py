@@ -19,7 +19,8 @@ from tqdm import tqdm
 from megarl.cpu import sglang_attention, sglang_patches
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
 from megarl.diagnosis.stacks import answer_with_stacks
-from megarl.rollout.sglang import adapter_slot, deterministic, scheduler_spans
+from megarl.model.precision import PLAIN, Precision
+from megarl.rollout.sglang import adapter_slot, deterministic, fp8_scales, scheduler_spans
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.loop_counts import LoopCounter
 from megarl.timeline import recorder
@@ -127,7 +128,7 @@ class SchedulerEntry:
         with _exit_with_traceback():
             if DEVICE == "cpu":
                 sglang_patches.end_with_host()
-            patch_sglang(repeatable=self.settings.seeded)
+            patch_sglang(repeatable=self.settings.seeded, precision=self.settings.layout.precision)
             if self.settings.adapter:
                 adapter_slot.start_empty(self.settings.adapter)
             from sglang.srt.managers import scheduler
@@ -156,12 +157,14 @@ class SchedulerEntry:
             )
 
 
-def patch_sglang(repeatable: bool) -> None:
-    """Apply the patches for this device and for seeded samples; run before the model is built."""
+def patch_sglang(repeatable: bool, precision: Precision = PLAIN) -> None:
+    """Apply the patches for this device, for seeded samples and for formats; run before the model is built."""
     if DEVICE == "cpu":
         sglang_patches.patch_sglang()
         if not repeatable:
             sglang_attention.batch_attention()
+    elif precision.is_quantised and precision.scales == "powers_of_two":
+        fp8_scales.round_scales_up()
     if repeatable:
         deterministic.patch_sglang()
 
