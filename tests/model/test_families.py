@@ -35,6 +35,7 @@ from tests.parallel.wrapped import of_text
 SPARSE, DENSE = (
     (
         *("qwen3-moe", "deepseek-v3", "kimi-k25", "glm4-moe", "glm4-moe-lite"),
+        *("deepseek-v3.2", "glm-5"),
         *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next", "qwen3.5-moe"),
     ),
     ("qwen3", "qwen2", "llama"),
