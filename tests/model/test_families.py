@@ -78,7 +78,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("families")
-    mtp = {"deepseek-v3": 1, "glm4-moe": 1, "glm4-moe-lite": 1}
+    mtp = {"deepseek-v3": 1, "deepseek-v3.2": 1, "glm4-moe": 1, "glm4-moe-lite": 1}
     yield {
         family: write(folder / family, family, mtp_layers=mtp.get(family, 0))
         for family in SPARSE + DENSE
