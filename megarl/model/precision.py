@@ -24,6 +24,7 @@ Format = Literal["plain", "fp8"]
 # what a recipe may keep plain beside whole layers
 Kind = Literal["kv_b_proj", "shared_experts"]
 
+OWN_TYPE = "SGLang's parameter has a type of its own"
 NO_LINEAR_LAYER = "no weight of a linear layer that SGLang quantises"
 LAST_LAYER = "in the last layers"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -82,6 +83,8 @@ class Precision:
         number = int(layer[1]) if layer else -1
         if shape.num_layers - self.plain_last_layers <= number < shape.num_layers:
             return TensorFormat("plain", LAST_LAYER)
+        if name.endswith(_typed_tensors(shape)):
+            return TensorFormat("plain", OWN_TYPE)
         kind = kind_of(shape, name)
         if kind in self.plain:
             return TensorFormat("plain", f"{kind} stays plain")
@@ -106,6 +109,14 @@ class Precision:
 
 PLAIN = Precision()
 FP8_TILES = Precision("fp8")
+
+
+@cache
+def _typed_tensors(shape: ModelShape) -> tuple[str, ...]:
+    """How the names of attention's tensors end whose parameter in engines has a type of its own."""
+    mixer = layer_of(shape, 0).mixer
+    typed = {piece.name for entry in mixer.sglang if entry.dtype for piece in entry.layout.pieces}
+    return tuple(sorted(f".{name}" for name in typed))
 
 
 def kind_of(shape: ModelShape, name: str) -> Kind | None:

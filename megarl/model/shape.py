@@ -35,6 +35,20 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
+class IndexerShape:
+    """The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1): its query heads and their width.
+
+    top_k: keys that a query attends to. turns_neighbours: rotary positions turn neighbouring numbers, as pairs; without
+    it, a number of the first half with one of the second.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    turns_neighbours: bool
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The integers of a HF `config.json` that layouts and weight maps are computed from.
 
@@ -62,6 +76,7 @@ class ModelShape:
     num_mtp_layers: int = 0
     mla: MlaShape | None = None
     delta: DeltaShape | None = None  # of the layers with linear attention
+    indexer: IndexerShape | None = None  # of latent attention over a part of the keys
     num_labels: int = 0  # scores of each token in place of the vocabulary's logits
     family: str = "Qwen3MoeForCausalLM"
 

@@ -19,7 +19,9 @@ _PROJECTIONS = (
     "_proj_with_mqa.weight",
     *("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
     *(f".w{number}.weight" for number in (1, 2, 3)),
+    *(".indexer.wq_b.weight", ".indexer.wk.weight"),
 )
+_NOT_QUANTISED = (".eh_proj.weight", ".indexer.weights_proj.weight")
 INPUT_NORM = "input_layernorm.weight"
 MLP_NORM = "post_attention_layernorm.weight"
 
@@ -84,9 +86,10 @@ def file_shape(name: str, size: Size) -> tuple[int, ...]:
 def is_projection(name: str) -> bool:
     """Whether the tensor is the weight of a linear layer that fp8 and int4 checkpoints quantise.
 
-    Those of attention, MLPs and experts, not the router, the embedding, the output layer and MTP's eh_proj.
+    Those of attention, MLPs and experts, not the router, the embedding, the output layer, MTP's eh_proj, and the
+    weights that an indexer of sparse attention gives its heads.
     """
-    return name.endswith(_PROJECTIONS) and not name.endswith(".eh_proj.weight")
+    return name.endswith(_PROJECTIONS) and not name.endswith(_NOT_QUANTISED)
 
 
 def _vector(size: int) -> Size:

@@ -62,7 +62,7 @@ class RMSNorm(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class KeyBucket:
     """Blocks of queries of similar size, padded to the longest.
 
     queries: positions in this rank's share of the row; keys: positions in the whole row.
@@ -73,9 +73,15 @@ class _Bucket:
     keys: Tensor  # [blocks, longest of the keys]
     is_seen: Tensor | None  # the mask [blocks, 1, longest, longest of the keys]; None: causal
 
+    def causal_mask(self, first: int, end: int) -> Tensor:
+        """The rows of the mask for the queries from `first` to `end`, also where it is a triangle."""
+        if self.is_seen is not None:
+            return self.is_seen[:, :, first:end]
+        return (torch.arange(self.keys.shape[1]) <= torch.arange(first, end)[:, None])[None, None]
+
 
 @functools.lru_cache(maxsize=8)
-def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket], Tensor, Tensor]:
+def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[KeyBucket], Tensor, Tensor]:
     """(buckets of a rank, order that restores its queries, order of the gathered keys in the row).
 
     Without context parallelism a block is a segment; otherwise it is one of the rank's two chunks of a segment, which
@@ -101,7 +107,7 @@ def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket]
     return buckets, torch.argsort(queries), torch.from_numpy(np.argsort(np.concatenate(shares)))
 
 
-def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> _Bucket:
+def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> KeyBucket:
     """blocks: (first query, number of queries, first key, number of keys); the last query is the last key."""
     first, queries, first_key, keys = (column[:, None] for column in torch.tensor(blocks).T)
     column = torch.arange(int(queries.max()))
@@ -111,7 +117,7 @@ def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> _Bucket:
     if not torch.equal(queries, keys):
         is_seen = (key <= (column + keys - queries)[..., None])[:, None]
     from_keys = torch.where(key < keys, first_key + key, first_key)
-    return _Bucket(torch.where(is_real, first + column, first), is_real, from_keys, is_seen)
+    return KeyBucket(torch.where(is_real, first + column, first), is_real, from_keys, is_seen)
 
 
 class PackedAttention(torch.nn.Module):
@@ -158,15 +164,18 @@ class PackedAttention(torch.nn.Module):
             q = _rows(query, bucket.queries)
             k = _rows(key, bucket.keys)
             v = _rows(value, bucket.keys)
-            if bucket.is_seen is None:
-                mask = None
-            else:
-                mask = bucket.is_seen.to(query.device)
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
-            )
+            out = self._attend(q, k, v, bucket, attention_mask)
             outputs.append(out.transpose(1, 2)[bucket.is_real.to(out.device)])
         return torch.cat(outputs).index_select(0, back.to(query.device)).flatten(1)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bucket: KeyBucket, attention_mask: Tensor | None
+    ) -> Tensor:
+        """Attention of a bucket, [blocks, heads, longest, v]. attention_mask: as Megatron passes it; not read here."""
+        mask = None if bucket.is_seen is None else bucket.is_seen.to(q.device)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
+        )
 
 
 def _rows(tensor: Tensor, positions: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Router, Routing
 from megarl.parallel.shared_rows import follow_positions
+from megarl.parallel.sparse_attention import use_sparse_attention
 from megarl.parallel.wide_norm import use_wide_norms
 from megarl.parallel.yarn import YarnConfig, refuse_unscaled, yarn_fields
 from megarl.placement.recomputation import recompute_fields
@@ -318,6 +319,9 @@ def build_chunks(
         block, mtp = _specs(config, kinds, routing, with_mtp=last and shape.num_mtp_layers > 0)
         if family_of(shape).has_wide_norms:
             use_wide_norms(config, block.layer_specs)
+        if shape.indexer:
+            of_mtp = [spec.submodules.transformer_layer for spec in mtp.layer_specs] if mtp else []
+            use_sparse_attention(shape.indexer, [*block.layer_specs, *of_mtp])
         model = Chunk(
             config=config,
             transformer_layer_spec=block,

@@ -295,6 +295,10 @@ class EngineLayout:
             kv_heads = shape.num_kv_heads
         if self.deepep:
             yield UserError("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather")
+        if shape.indexer:
+            problem = f"SGLang's indexer of {shape.family} has kernels for GPUs alone"
+            hint = "here its plan, dry run, weight maps, imports and exports work; sample on GPUs"
+            yield UserError("rollout.engine", problem, hint)
         if self.draft:
             problem = (
                 f"{self.draft}, but on CPU SGLang verifies drafts greedily whatever the temperature"

@@ -148,7 +148,8 @@ class RowSize:
         """Compressed queries, keys and values, before and behind their norms: s (2 q_lora + 2 kv_lora + rope) b.
 
         Behind the up projections, of each head: the query before and behind rotation, 2 (nope + rope), the key put
-        together, nope + rope, keys and values as projected, nope + v; then the result, v.
+        together, nope + rope, keys and values as projected, nope + v; then the result, v. An indexer's choice takes
+        32 bits for each key.
         """
         mla = self.shape.mla
         assert mla is not None
@@ -156,7 +157,9 @@ class RowSize:
         heads = self.tokens * self.shape.num_heads / self.layout.tp
         compressed = (mla.q_lora_rank or 0) + mla.kv_lora_rank
         behind_norms = compressed * self.code("mla_up_proj")
+        chosen = 4 * self.shape.indexer.top_k if self.shape.indexer else 0
         return {
+            "chosen_keys": self.tokens * chosen,
             "compressed": self.share * ((compressed + mla.rope_dim) * self.item + behind_norms),
             "up_projections": heads * (3 * key + mla.nope_dim + mla.v_dim) * self.item,
             "attention_out": heads * mla.v_dim * (self.item + self.apart("attention")),

@@ -9,9 +9,9 @@ from megarl.config.hardware import Hardware
 from megarl.model.families import family_of
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
-from megarl.plan.engine_memory import layers_of, request_bytes, weight_bytes
+from megarl.plan.engine_memory import index_bytes, layers_of, request_bytes, weight_bytes
 from megarl.resharding.routes import item_bytes
-from megarl.training.flops import forward_flops
+from megarl.training.flops import forward_flops, indexer_multiply_adds
 
 _ACTIVATION_BYTES = 2  # of a number between layers
 # Assumptions, which bring the published figures in tests/plan/test_decode_step.py within a quarter.
@@ -184,7 +184,8 @@ class EngineSpeed:
     @cached_property
     def _token_flops(self) -> float:
         """Of a forward pass over one token."""
-        return forward_flops(self.shape, 1)
+        of_indexers = 2.0 * self.shape.num_layers * indexer_multiply_adds(self.shape)[0]
+        return forward_flops(self.shape, 1) + of_indexers
 
     @property
     def _expert_size(self) -> int:
@@ -192,9 +193,20 @@ class EngineSpeed:
         return 3 * self.shape.hidden_size * self.shape.moe_ffn_size
 
     def _attention_s(self, rows: float, context: float, tokens: int) -> float:
-        """Of a group's sequences, whose heads its ranks split; latent attention multiplies with the compressed keys."""
+        """Of a group's sequences, whose heads its ranks split; latent attention multiplies with the compressed keys.
+
+        An indexer multiplies with a key of its own of each token, whole on every rank, and attention reads the keys
+        that it chooses. They count where a sequence has fewer, too: in the simulation steps are linear in the context.
+        """
         shape = self.shape
         mla = shape.mla
+        seen = context
+        of_index = index_flops = 0.0
+        if shape.indexer:
+            seen = shape.indexer.top_k
+            of_index = layers_of(shape, self.layout) * index_bytes(shape)
+            per_pair = indexer_multiply_adds(shape)[1]
+            index_flops = 2 * rows * tokens * context * shape.num_layers * per_pair
         if mla:
             width = 2 * mla.kv_lora_rank + mla.rope_dim
         else:
@@ -203,15 +215,16 @@ class EngineSpeed:
             2
             * rows
             * tokens
-            * context
+            * seen
             * (shape.num_layers - shape.num_linear_layers)
             * shape.num_heads
             * width
             / self.layout.attention_tp
         )
-        in_products = flops / (self.hardware.bf16_flops * ATTENTION_SHARE)
+        in_products = (flops + index_flops) / (self.hardware.bf16_flops * ATTENTION_SHARE)
         # linear attention reads and writes its states, whatever the context
-        read = rows * (self.kv_bytes * context + 2 * request_bytes(shape, self.layout))
+        cached = (self.kv_bytes - of_index) * seen + of_index * context
+        read = rows * (cached + 2 * request_bytes(shape, self.layout))
         return max(read / self.hardware.hbm_reached_per_s, in_products)
 
     def _experts_s(self, running: int) -> float:

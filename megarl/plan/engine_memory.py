@@ -53,6 +53,7 @@ VERIFIED_BYTES = 12.0
 STATES_OVER_CACHE = 0.9  # SGLang's mamba_full_memory_ratio
 STATE_SLOTS = 3  # SGLang's MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
+INDEX_TILE = 128  # numbers of a key of sparse attention that have one scale
 
 
 @dataclass(frozen=True)
@@ -216,12 +217,25 @@ def request_bytes(shape: ModelShape, engine: EngineLayout) -> float:
 def token_bytes(shape: ModelShape, engine: EngineLayout, item: int) -> int:
     """Of one token's keys and values on one GPU: 2 x heads x width of each layer, heads split over attention's ranks.
 
-    With latent attention the compressed ones, kv_lora + rope, whole on every rank (DeepSeek-V2, arXiv 2405.04434).
+    With latent attention the compressed ones, kv_lora + rope, whole on every rank (DeepSeek-V2, arXiv 2405.04434), and
+    the indexer's key.
     """
     if shape.mla:
-        return layers_of(shape, engine) * (shape.mla.kv_lora_rank + shape.mla.rope_dim) * item
+        of_layer = (shape.mla.kv_lora_rank + shape.mla.rope_dim) * item
+        if shape.indexer and item == 1:
+            # the rotated part stays in 16 bits, beside scales (DSATokenToKVPool)
+            of_layer += shape.mla.kv_lora_rank // INDEX_TILE * 4 + shape.mla.rope_dim
+        return layers_of(shape, engine) * (of_layer + index_bytes(shape))
     heads = max(1, shape.num_kv_heads // engine.attention_tp)
     return 2 * layers_of(shape, engine) * heads * shape.head_dim * item
+
+
+def index_bytes(shape: ModelShape) -> int:
+    """Of one token's key of the indexer in a layer: a number in fp8, a float32 scale of each 128 (DSATokenToKVPool)."""
+    if shape.indexer is None:
+        return 0
+    width = shape.indexer.head_dim
+    return width + width // INDEX_TILE * 4
 
 
 def most_states(settings: Settings, cache_bytes: float, of_request: float, draft: int = 0) -> float:

@@ -33,6 +33,9 @@ def prefix_errors(roles: Roles) -> ErrorIterator:
     if any(role.shape.delta for role in roles.models.values() if role.model.known_shape):
         why = "linear attention has one state for each sequence, not for each of its tokens"
         yield UserError(_KEY, f"true, but {why}", "set it to false")
+    if any(role.shape.indexer for role in roles.models.values() if role.model.known_shape):
+        why = "an indexer chooses keys in whole sequences"
+        yield UserError(_KEY, f"true, but {why}", "set it to false")
     if train.mtp_loss:
         why = "what the last token of a prompt predicts further ahead begins with the next token of each sample"
         yield _refused(why, "train.mtp_loss", "0")

@@ -4,11 +4,15 @@ The literature's count (Megatron-LM, Narayanan et al. 2021, section 5.1; PaLM, a
 matrix product, nothing for norms, softmax, rotary positions or lookups. Unlike theirs, causal attention counts the
 pairs that are computed, T (T + 1) / 2, and not T^2: a lower MFU, and the right work for balancing. Recomputed
 activations do not count: MFU is of the work that had to be done. Multi-token prediction layers are not counted.
+Under an indexer training multiplies all pairs and masks them (parallel/sparse_attention.py), so they count; the indexer
+itself has a forward pass alone, of sequences that are longer than the keys that it chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from megarl.model.families import has_output_gate
 from megarl.model.shape import ModelShape
@@ -82,14 +86,16 @@ def speed(
 def forward_flops(shape: ModelShape, length: int) -> float:
     """Operations of one forward pass over a sequence of `length` tokens, the output layer at every token included."""
     linear, per_pair = _multiply_adds(shape)
-    return 2.0 * (length * linear + length * (length + 1) // 2 * per_pair)
+    layers = 2.0 * (length * linear + length * (length + 1) // 2 * per_pair)
+    return layers + float(_indexer_flops(shape, np.array([length])).sum())
 
 
 def total_forward_flops(shape: ModelShape, lengths: IntArray) -> float:
     """`forward_flops` of all sequences together."""
     linear, per_pair = _multiply_adds(shape)
     pairs = lengths * (lengths + 1) // 2
-    return 2.0 * (float(lengths.sum()) * linear + float(pairs.sum()) * per_pair)
+    layers = 2.0 * (float(lengths.sum()) * linear + float(pairs.sum()) * per_pair)
+    return layers + float(_indexer_flops(shape, lengths).sum())
 
 
 def train_work(shape: ModelShape) -> Callable[[int], float]:
@@ -97,9 +103,32 @@ def train_work(shape: ModelShape) -> Callable[[int], float]:
     linear, per_pair = _multiply_adds(shape)
 
     def work(length: int) -> float:
-        return TRAIN_OVER_FORWARD * 2.0 * (length * linear + length * (length + 1) // 2 * per_pair)
+        trained = 2.0 * (length * linear + length * (length + 1) // 2 * per_pair)
+        return TRAIN_OVER_FORWARD * trained + float(_indexer_flops(shape, np.array([length]))[0])
 
     return work
+
+
+def indexer_multiply_adds(shape: ModelShape) -> tuple[int, int]:
+    """(for each token, for each pair of a query and a key) of the indexer of one layer."""
+    indexer = shape.indexer
+    mla = shape.mla
+    if indexer is None or mla is None:
+        return 0, 0
+    queries = (mla.q_lora_rank or 0) * indexer.num_heads * indexer.head_dim
+    keys = shape.hidden_size * (indexer.head_dim + indexer.num_heads)
+    return queries + keys, indexer.num_heads * (indexer.head_dim + 1)
+
+
+def _indexer_flops(shape: ModelShape, lengths: IntArray) -> np.ndarray:
+    """Of a forward pass over each sequence, on training ranks, which compute the latent queries once more for it."""
+    if shape.indexer is None or shape.mla is None:
+        return np.zeros(len(lengths))
+    per_token, per_pair = indexer_multiply_adds(shape)
+    per_token += shape.hidden_size * (shape.mla.q_lora_rank or 0)
+    pairs = lengths * (lengths + 1) // 2
+    work = shape.num_layers * 2.0 * (lengths * per_token + pairs * per_pair)
+    return np.where(lengths > shape.indexer.top_k, work, 0.0)
 
 
 def module_forward_flops(shape: ModelShape, lengths: IntArray) -> dict[str, float]:

@@ -161,7 +161,7 @@ def test_it_is_the_checkpoint_that_the_weights_came_from(
 
 OTHERS = (
     *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next", "qwen3.5-moe"),
-    *("glm4-moe", "glm4-moe-lite"),
+    *("glm4-moe", "glm4-moe-lite", "deepseek-v3.2"),
 )
 
 

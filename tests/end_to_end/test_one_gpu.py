@@ -194,6 +194,13 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-next": {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "qwen3.5-moe": {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "minimax-m2": {"head_dim": 128},
+    "glm-5": {
+        **LATENT,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "indexer_rope_interleave": True,
+    },
 }
 
 
@@ -205,6 +212,9 @@ def test_a_run_of_attention_of_other_kinds(launch: Callable, tmp_path: Path, fam
     resharding/sglang_map.py: the parameters of SGLang's gated and linear attention and of its norms over all heads,
     where its own kernels run in place of our stand-ins for CPU (cpu/sglang_delta_net.py). To check first: the byte
     comparison after the first reshard, then the logprob gap, with prompts of unequal lengths.
+
+    model/families/deepseek_v32.py sparse_attention: SGLang's indexer with its own kernels and wk_weights_proj (GLM-5).
+    To check first: the same comparison; then the gap with prompts of more than index_topk tokens.
     """
     check(steps_of(launch, tmp_path, family=family, **OF_FAMILIES[family]), 0.05)
 

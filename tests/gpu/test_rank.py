@@ -148,7 +148,7 @@ def test_transformer_engine_stays_near_the_cpus_float32(
 
 # on CPU seen here is that the test works
 @(pytest.mark.slow if ON_GPU else pytest.mark.nightly)
-@pytest.mark.parametrize("family", ["qwen3-next", "minimax-m2"])
+@pytest.mark.parametrize("family", ["qwen3-next", "minimax-m2", "glm-5"])
 def test_attention_of_other_kinds_stays_near_the_cpus_float32(
     family: str, tmp_path: Path, record: Record
 ) -> None:
@@ -160,6 +160,10 @@ def test_attention_of_other_kinds_stays_near_the_cpus_float32(
 
     parallel/wide_norm.py use_wide_norms: the norm of queries and keys over all heads in TransformerEngine's layer
     spec (MiniMax-M2). To check first: the same, and with `train.tp` 2 in tests/parallel/test_parity.py.
+
+    parallel/sparse_attention.py use_sparse_attention: attention in torch in TransformerEngine's layer spec of latent
+    attention, with frozen weights beside it (GLM-5); the indexer itself has no work in so short sequences. To check
+    first: tests/parallel/test_parity.py with deepseek-v3.2 in float32, then the memory of a row of 32,768 tokens.
 
     parallel/delta_net.py: the delta net's projections, convolution and gated norm on CUDA, with the kernel's rule or
     torch's. To check first: the gap with and without the package flash-linear-attention.

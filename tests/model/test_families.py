@@ -35,6 +35,7 @@ from tests.parallel.wrapped import of_text
 SPARSE, DENSE = (
     (
         *("qwen3-moe", "deepseek-v3", "kimi-k25", "glm4-moe", "glm4-moe-lite"),
+        *("deepseek-v3.2", "glm-5"),
         *("minimax-m2", "hy-v3", "mixtral", "qwen2-moe", "qwen3-next", "qwen3.5-moe"),
     ),
     ("qwen3", "qwen2", "llama"),
@@ -79,7 +80,10 @@ CASES = [
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("families")
-    mtp = {"deepseek-v3": 1, "glm4-moe": 1, "glm4-moe-lite": 1, "qwen3-next": 1, "qwen3.5-moe": 1}
+    mtp = {
+        **{"deepseek-v3": 1, "deepseek-v3.2": 1, "glm4-moe": 1, "glm4-moe-lite": 1},
+        **{"qwen3-next": 1, "qwen3.5-moe": 1},
+    }
     yield {
         family: write(folder / family, family, mtp_layers=mtp.get(family, 0))
         for family in SPARSE + DENSE

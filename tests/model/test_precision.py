@@ -19,8 +19,10 @@ from tests.resharding.test_real_engines import CONFIGS
 NEVER = re.compile(
     r"norm\.weight$|layernorm\.weight$|enorm|hnorm|pre_fc_norm|\.bias$|embed_tokens|lm_head|e_score_correction_bias$|eh_proj"
     r"|(mlp|block_sparse_moe)\.gate\.weight$|router\.gate\.weight$|expert_bias$|shared_expert_gate"
-    r"|linear_attn\.(A_log|dt_bias|conv1d|in_proj_ba|in_proj_[ab]\b)|mtp\.fc"
+    r"|linear_attn\.(A_log|dt_bias|conv1d|in_proj_ba|in_proj_[ab]\b)|mtp\.fc|indexer\.weights_proj"
 )
+# where rotary positions turn neighbours, SGLang has it in one parameter with weights_proj
+FUSED = re.compile(r"\.indexer\.wk\.weight$")
 SHARED = re.compile(r"\.(shared_experts?|shared_mlp)\.(gate|up|down)_proj\.weight$")
 
 
@@ -35,6 +37,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[ModelShape]:
     return [model_shape(path) for path in paths]
 
 
+def is_never(shape: ModelShape, name: str) -> bool:
+    is_fused = bool(shape.indexer and shape.indexer.turns_neighbours and FUSED.search(name))
+    return is_fused or bool(NEVER.search(name))
+
+
 def test_every_tensor_of_every_family_has_one_entry(models: list[ModelShape]) -> None:
     seen = {family_of(shape).architecture for shape in models}
     assert seen == FAMILIES.keys()
@@ -42,7 +49,7 @@ def test_every_tensor_of_every_family_has_one_entry(models: list[ModelShape]) ->
         entries = FP8_TILES.entries(shape)
         assert entries.keys() == tensors(shape).keys()
         for name, entry in entries.items():
-            expected = "plain" if NEVER.search(name) else "fp8"
+            expected = "plain" if is_never(shape, name) else "fp8"
             assert entry.format == expected, (shape.family, name)
             assert entry.rule
         assert {entry.format for entry in PLAIN.entries(shape).values()} == {"plain"}
@@ -67,7 +74,7 @@ def test_last_layers_and_kinds_stay_plain(
         for name, entry in precision.entries(shape).items():
             is_kind = "kv_b_proj" in kinds and name.endswith("kv_b_proj.weight")
             is_kind |= "shared_experts" in kinds and bool(SHARED.search(name))
-            is_plain = bool(NEVER.search(name)) or name.startswith(last) or is_kind
+            is_plain = is_never(shape, name) or name.startswith(last) or is_kind
             assert entry.format == ("plain" if is_plain else "fp8"), (shape.family, name)
         modules = plain_modules(shape, precision)
         assert modules[0] == last.removesuffix(".")

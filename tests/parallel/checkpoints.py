@@ -61,6 +61,8 @@ GLM: Mapping[str, Any] = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
 }
+# of fewer keys than the longer sequences of tests have; with so many heads no score is 0, as of which keys are a tie
+INDEXER: Mapping[str, Any] = {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 6}
 # family -> transformers' class, what it adds to COMMON
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-moe": (
@@ -88,6 +90,24 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        {
+            **LATENT,
+            **INDEXER,
+            "first_k_dense_replace": 1,
+            "num_experts": 8,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "glm-5": ("GlmMoeDsa", {**LATENT, **INDEXER, **GLM, "rope_parameters": None}),
     "moonlight": (
         "DeepseekV3",
         {
@@ -211,6 +231,8 @@ TOWERS: Mapping[str, Mapping[str, Any]] = {
 }
 # Fields of the published config.json that SGLang reads and transformers has no use for, by transformers' class.
 PUBLISHED_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "DeepseekV32": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "GlmMoeDsa": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "DeepseekV3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "HYV3": {"qk_norm": True, "route_norm": True, "first_k_dense_replace": 1},
     "MiniMaxM2": {

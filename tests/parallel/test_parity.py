@@ -74,6 +74,7 @@ TP2_PP2, CP2_VPP2 = TrainLayout(4, 2, 2, 1), TrainLayout(4, 1, 2, 1, cp=2, vpp=2
 OTHERS = {"qwen3": (TP2_PP2, CP2_VPP2), "qwen2": (TP2_PP2,), "llama": (CP2_VPP2,)}
 OTHERS |= {"minimax-m2": (LAYOUTS["tp2 ep2"],), "qwen2-moe": (LAYOUTS["tp2 ep2"],)}
 OTHERS |= {"hy-v3": (LAYOUTS["tp2 ep2"],), "mixtral": (LAYOUTS["tp2 ep2"],)}
+OTHERS |= {"deepseek-v3.2": (LAYOUTS["tp2 cp2"],)}
 RECOMPUTE = {
     "full": {
         "recompute_granularity": "full",

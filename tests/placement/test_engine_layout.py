@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.model.precision import FP8_TILES, Precision
-from megarl.model.shape import MlaShape, ModelShape
+from megarl.model.shape import IndexerShape, MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 
 MOE = ModelShape(4, 128, 8, 4, 16, 200, num_experts=8, experts_per_token=2, moe_ffn_size=128)
@@ -201,6 +201,9 @@ def test_what_only_a_cpu_refuses() -> None:
         True,
         False,
     ]
+    indexer = IndexerShape(2, 64, 8, turns_neighbours=False)
+    (error,) = EngineLayout(1, 1, 1).cpu_errors(replace(DEEPSEEK, indexer=indexer))
+    assert "indexer of Qwen3MoeForCausalLM has kernels for GPUs alone" in error.problem
     (error,) = EngineLayout(1, 2, 1).cpu_errors(DENSE)
     assert "the width 96 of a dense layer over 2" in error.problem
 

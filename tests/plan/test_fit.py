@@ -12,6 +12,7 @@ from megarl.config.hardware import Hardware
 from megarl.config.loading import load_recipe, overlaid
 from megarl.model.hf_config import model_shape
 from megarl.model.precision import FP8_TILES
+from megarl.model.shape import IndexerShape
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, resolve, train_layout
@@ -220,6 +221,10 @@ def test_tokens_in_the_cache_by_hand() -> None:
     """DeepSeek-V3: 61 x (512 + 64) x 2 bytes = 70,272 on every rank; Qwen3-30B at TP 4: 2 x 48 x 1 x 128 x 2."""
     assert token_bytes(plans.V3, EngineLayout(1, 16, 16), 2) == 70_272
     assert token_bytes(QWEN3, EngineLayout(1, 4, 4), 2) == 24_576
+    # and of each layer 128 numbers of the indexer's key in fp8, and a scale; in fp8 4 scales and 64 numbers in 16 bits
+    sparse = replace(plans.V3, indexer=IndexerShape(64, 128, 2048, turns_neighbours=False))
+    assert token_bytes(sparse, EngineLayout(1, 16, 16), 2) == 61 * (2 * 576 + 132)
+    assert token_bytes(sparse, EngineLayout(1, 16, 16), 1) == 61 * (656 + 132)
     # fewer heads than ranks: each is held twice
     assert token_bytes(QWEN3, EngineLayout(1, 8, 8), 2) == 24_576
     assert token_bytes(QWEN3, EngineLayout(1, 4, 4, dp=4), 1) == 49_152

@@ -33,6 +33,10 @@ PUBLISHED = {
     "qwen3-235b": (235_093_634_560, 22e9),
     "deepseek-v3": (671e9, 37e9),
     "kimi-k2": (1026.4e9, 32.9e9),
+    # Hugging Face's count, 685B, has the MTP module and its copies of embedding and head: 13.5e9
+    "deepseek-v3.2": (672e9, 38e9),
+    # the model card of zai-org/GLM-5: 744B, 40B of them active
+    "glm-5": (744e9, None),
     # docs.nvidia.com, NeMo AutoModel's page of Moonlight: 16B total
     "moonlight-16b-a3b": (16e9, None),
     # Hugging Face's count of files in bfloat16, vpyn/MiniMax-M2.5-M2.7-M2.X-CARVE-CDRAGON-BF16: 229B params
@@ -48,6 +52,8 @@ PUBLISHED = {
     "qwen1.5-moe-a2.7b": (14.3e9, 2.7e9),
 }
 ROUNDED_TO = {  # the unit of a total that is published with few digits
+    "deepseek-v3.2": 1e9,
+    "glm-5": 1e9,
     "moonlight-16b-a3b": 1e9,
     "minimax-m2": 1e9,
     "hy-v3": 1e9,
@@ -80,8 +86,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSize]:
     recipes = {name: plans.recipe(folder, name, 1) for name in PUBLISHED if name not in BY_NIGHT}
     stages = {"pp": 16, "ep": 32, "layers_per_stage": [3, *[4] * 14, 2]}
     recipes |= {
-        name: plans.recipe(folder, name, 512, **stages) for name in ("deepseek-v3", "kimi-k2")
+        name: plans.recipe(folder, name, 512, **stages)
+        for name in ("deepseek-v3", "deepseek-v3.2", "kimi-k2")
     }
+    stages |= {"layers_per_stage": [3, *[5] * 15]}
+    recipes["glm-5"] = plans.recipe(folder, "glm-5", 512, **stages)
     recipes |= {
         name: plans.recipe(folder, model, gpus, **train)
         for name, (model, gpus, train) in LAYOUTS.items()

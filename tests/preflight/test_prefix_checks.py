@@ -24,6 +24,12 @@ def test_linear_attention_has_no_shared_prefixes(tmp_path: Path) -> None:
     assert line.startswith("train.share_prefixes: true, but linear attention")
 
 
+def test_an_indexer_has_no_shared_prefixes(tmp_path: Path) -> None:
+    recipe = plans.recipe(tmp_path, "glm-5", 8, ep=8, share_prefixes=True)
+    (line,) = [str(error) for error in prefix_errors(resolve(recipe))]
+    assert line.startswith("train.share_prefixes: true, but an indexer")
+
+
 def test_what_does_not_depend_on_a_prefixs_copies_is_good(tmp_path: Path) -> None:
     losses = {"aux_loss": 0.01, "z_loss": 0.01, "router_bias_rate": 0.001}
     assert told(tmp_path, replay="r2", **losses) == []

@@ -7,6 +7,7 @@ the device while it is imported, and keeps its configuration in global state.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -203,6 +204,9 @@ def take_for_hopper() -> None:
         setattr(torch.cuda, name, _NoStream)
     setattr(torch.version, "cuda", "12.8")  # noqa: B010
     sys.meta_path.append(_AbsentKernels())  # last: packages that are installed go first
+    gemm: Any = importlib.import_module("deep_gemm")
+    # an indexer computes with it when it is made
+    gemm.get_num_sms = lambda: card.multi_processor_count
 
 
 def answer(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

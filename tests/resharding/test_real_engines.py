@@ -58,6 +58,8 @@ def wrapped(name: str, **changes: Any) -> dict[str, Any]:
 DEEPSEEK = published("deepseek-v3", first_k_dense_replace=1)
 CONFIGS = {
     "deepseek-v3": DEEPSEEK,
+    "deepseek-v3.2": published("deepseek-v3.2", first_k_dense_replace=1),
+    "glm-5": published("glm-5", first_k_dense_replace=1),
     "kimi-k2": published("kimi-k2"),
     "kimi-k2.5": wrapped("kimi-k2.5"),
     "moonlight": published("moonlight-16b-a3b", num_nextn_predict_layers=1),
@@ -121,6 +123,8 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
         layout(8, 8, 8, draft=1), layout(16, 4, draft=3), layout(32, 32, 32, draft=2, **WHOLE),
         layout(16, 16, 8, draft=1, **DEEPEP),
     ],
+    "deepseek-v3.2": [layout(8, 8, 8), layout(16, 16, 8, draft=1, **DEEPEP)],
+    "glm-5": [layout(8, 8), layout(16, 16, 8, draft=1, **DEEPEP)],
     "kimi-k2": [layout(16, 16, 4), layout(32, 32, 32, **DEEPEP)],
     "kimi-k2.5": [layout(16, 16, 4), layout(8, 8, 8, **WHOLE), layout(16, 16, 8, **DEEPEP)],
     "moonlight": [layout(4, 2), layout(2, 2), layout(4, 4, 4, **WHOLE), layout(2, 2, draft=1)],
@@ -175,6 +179,8 @@ NO_FP8 = {"qwen3-next-80b-a3b", "qwen3.5-397b-a17b"}  # refused by placement/eng
 # of a layer
 CACHE_SCALES = {
     "deepseek-v3": 4,
+    "deepseek-v3.2": 4,
+    "glm-5": 4,
     "kimi-k2": 4,
     "kimi-k2.5": 4,
     "moonlight": 4,
@@ -238,6 +244,8 @@ SMALL_DENSE = {
 }  # fmt: skip
 SMALL_MODELS = {
     "deepseek-v3, small": DEEPSEEK | SMALL,
+    "deepseek-v3.2, small": published("deepseek-v3.2", first_k_dense_replace=1, **SMALL),
+    "glm-5, small": published("glm-5", first_k_dense_replace=1, **SMALL),
     "kimi-k2.5, small": wrapped("kimi-k2.5", **SMALL),
     "moonlight, small": DEEPSEEK | SMALL | {"q_lora_rank": None},
     "qwen3-moe, small": published("qwen3-30b-a3b", **SMALL_QWEN3),
@@ -293,7 +301,7 @@ LOADED = [
     ("deepseek-v3, small", layout(4, 2)), ("deepseek-v3, small", layout(4, 4, 4)),
     ("deepseek-v3, small", layout(8, 2, 2, **DENSE)), ("deepseek-v3, small", layout(8, 2, 2, **SHARED)),
     ("deepseek-v3, small", layout(8, 2, 2, draft=3, **WHOLE)), ("deepseek-v3, small", layout(4, 4, 2, **DEEPEP)),
-    ("kimi-k2.5, small", layout(2, 2)),
+    ("deepseek-v3.2, small", layout(2)), ("glm-5, small", layout(2, draft=1)), ("kimi-k2.5, small", layout(2, 2)),
     ("moonlight, small", layout(2)), ("qwen3-moe, small", layout(8, 4)), ("qwen3-moe, small", layout(4, 2, 2, **HEAD)),
     ("llama, small", layout(2)), ("qwen2, small", layout(4)), ("qwen3, small", layout(2)),
     ("minimax-m2, small", layout(4, 2)), ("hy-v3, small", layout(4, 2)), ("mixtral, small", layout(4, 2)),

@@ -9,9 +9,11 @@ from functools import cache, lru_cache
 
 from megarl.model.families.blocks import Block, Layer
 from megarl.model.families.deepseek_v3 import DEEPSEEK_V3
+from megarl.model.families.deepseek_v32 import DEEPSEEK_V32
 from megarl.model.families.family import Family
 from megarl.model.families.glm4_moe import GLM4_MOE
 from megarl.model.families.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.model.families.glm_moe_dsa import GLM_MOE_DSA
 from megarl.model.families.hy_v3 import HY_V3
 from megarl.model.families.kimi_k25 import KIMI_K25
 from megarl.model.families.llama import LLAMA
@@ -30,7 +32,8 @@ from megarl.types.named_objects import load_object
 
 KEY = "model.family"
 _ROWS = (
-    *(QWEN3_MOE, QWEN3_NEXT, QWEN3_5_MOE, DEEPSEEK_V3, KIMI_K25, GLM4_MOE, GLM4_MOE_LITE),
+    *(QWEN3_MOE, QWEN3_NEXT, QWEN3_5_MOE, DEEPSEEK_V3, DEEPSEEK_V32, KIMI_K25),
+    *(GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA),
     *(MINIMAX_M2, HY_V3, QWEN2_MOE, MIXTRAL),
     *(QWEN2, QWEN3, LLAMA),
 )

@@ -95,7 +95,7 @@ _REFUSED_FOR = {
 REFUSED = {prefix: reason for reason, prefixes in _REFUSED_FOR.items() for prefix in prefixes}
 # Attention backends that read the keys of MLA from an fp8 cache (SGLang's layers/attention). The others, among them
 # SGLang's default on Hopper, cast a layer's whole cache to the model's data type in every step (`.to(q.dtype)`).
-LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
+LATENT_FP8_BACKENDS = ("cutedsl_mla", "dsa", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
 # SGLang keeps two positions of the context free after a response, and six after a prompt
 _SPARE_CONTEXT = 8
 _PLAIN_CACHES = ("auto", "bf16", "bfloat16")
@@ -322,7 +322,8 @@ def latent_cache_errors(arguments: Mapping[str, Any]) -> list[UserError]:
         problem = f"'{cached}', but {backend} copies a layer's whole cache of latent attention into another type"
         if backend is None:
             problem = f"'{cached}', but no attention backend is named: SGLang may choose one that does not take it"
-        hint = f"remove it, or set {WHERE}.attention_backend to flashmla (Hopper), trtllm_mla (Blackwell) or triton"
+        backends = "flashmla (Hopper), trtllm_mla (Blackwell) or triton, or to dsa with an indexer"
+        hint = f"remove it, or set {WHERE}.attention_backend to {backends}"
         return [UserError(where, problem, hint)]
     return []
 
