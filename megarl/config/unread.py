@@ -26,7 +26,6 @@ UNREAD_WHERE = {
     "reshard.round_bytes": "external engines get weights as files",
     "train.fp8_backward": "train.numbers is plain",
     "train.lr_end": "train.lr_schedule is constant",
-    "train.fp8_backward": "train.numbers is plain",
     "reference.path": "reference.use is false and algorithm.kl_coefficient is 0",
     "critic": "{algorithm} has no critic",
     "critic.lr_end": "the critic's lr_schedule is constant",

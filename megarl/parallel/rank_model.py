@@ -53,9 +53,9 @@ class RankModel:
     are loaded, `make_optimizer` copies them. Raises UserError for a Megatron option that does not fit. tp_split_params:
     this rank's weights that are split over TP, as `megatron_map.split_params` says. is_published: engines map the
     parameters, which therefore never move. pairs: the factors of this rank's adapters, where the recipe has `lora`; the
-    weights themselves are frozen then. numbers: of the engines, with which it computes; None: plain ones. matrices: this
-    rank's parts of all matrices, for `train.optimizer_name: muon`. A role that does not train has no gradients and no
-    optimizer.
+    weights themselves are frozen then. numbers: of the engines, with which it computes; None: plain ones. matrices:
+    this rank's parts of all matrices, for `train.optimizer_name: muon`. A role that does not train has no gradients and
+    no optimizer.
     """
 
     def __init__(

@@ -66,7 +66,6 @@ def _is_read(recipe: Recipe) -> dict[str, object]:
         "run.timeline.profile_ranks": recipe.run.timeline.steps,
         "train.fp8_backward": recipe.train.numbers == "engine",
         "train.lr_end": recipe.train.lr_schedule != "constant",
-        "train.fp8_backward": recipe.train.numbers == "engine",
         "reference.path": has_reference(recipe.algorithm, recipe.reference.use),
         "critic": has_critic(name),
         "critic.lr_end": critic_schedule != "constant" or not has_critic(name),

@@ -80,10 +80,15 @@ CASES = [
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("families")
-    mtp = {
-        **{"deepseek-v3": 1, "deepseek-v3.2": 1, "glm4-moe": 1, "glm4-moe-lite": 1},
-        **{"qwen3-next": 1, "qwen3.5-moe": 1},
-    }
+    predicting = [
+        "deepseek-v3",
+        "deepseek-v3.2",
+        "glm4-moe",
+        "glm4-moe-lite",
+        "qwen3-next",
+        "qwen3.5-moe",
+    ]
+    mtp = dict.fromkeys(predicting, 1)
     yield {
         family: write(folder / family, family, mtp_layers=mtp.get(family, 0))
         for family in SPARSE + DENSE
