@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.parallel import fp8_layers
 from megarl.placement.train_layout import TrainLayout
 from tests.parallel.fp8_models import fp8_recipe, write_wide
 from tests.parallel.gradients import VOCAB_SIZE, check_learning, uneven_steps
@@ -84,3 +85,18 @@ def test_the_backward_pass_changes_gradients_alone(one_rank: dict[str, Any], bac
     (expected_norm,) = expected["learning"].norms
     assert norm != expected_norm
     assert norm == pytest.approx(expected_norm, rel=0.1)
+
+
+def test_what_the_installed_engine_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_layers, "is_te_min_version", lambda version: False)
+    monkeypatch.setattr(fp8_layers, "get_te_version", lambda: "2.14.1")
+    monkeypatch.setenv(fp8_layers.FLOAT_SCALES, "1")
+    told = [str(error) for error in fp8_layers.engine_errors("dequantised")]
+    assert told == [
+        "train.fp8_backward: dequantised needs TransformerEngine 2.15.0, and 2.14.1 is installed; "
+        "install a later version, or set it to fp8",
+        f"{fp8_layers.FLOAT_SCALES}: 1 asks TransformerEngine for scales that are no powers of two; "
+        "unset it on all nodes",
+    ]
+    monkeypatch.delenv(fp8_layers.FLOAT_SCALES)
+    assert fp8_layers.engine_errors("fp8") == []
