@@ -275,7 +275,7 @@ def _plain_modules(shape: ModelShape, precision: Precision) -> list[str]:
     ]
     # SGLang names the modules of some wrapped models as those of the language model alone
     plain = list(dict.fromkeys([*(name_in_files(shape, name) for name in own), *own]))
-    return plain + [start.removesuffix(".") for start in kept_tensors.starts(shape)]
+    return plain + [prefix.removesuffix(".") for prefix in kept_tensors.prefixes(shape)]
 
 
 def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> None:
@@ -306,8 +306,8 @@ def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> N
 def exported_config(config: JsonObject, job: Export) -> JsonObject:
     """The source's `config.json` with the exported weights' formats."""
     if wrapper := family_of(job.shape).wrapper:
-        text = _reformatted(config[wrapper.config], job)
-        config = _reformatted({**config, wrapper.config: text}, replace(job, rope_scaling=None))
+        text = _reformatted(config[wrapper.config_key], job)
+        config = _reformatted({**config, wrapper.config_key: text}, replace(job, rope_scaling=None))
     else:
         config = _reformatted(config, job)
     if job.precision.is_quantised:

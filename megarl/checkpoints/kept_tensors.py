@@ -16,18 +16,18 @@ from megarl.types.json_objects import JsonObject
 _CHUNK_BYTES = 16 << 20
 
 
-def starts(shape: ModelShape) -> tuple[str, ...]:
-    """How the names of the kept tensors begin."""
+def prefixes(shape: ModelShape) -> tuple[str, ...]:
+    """The beginnings of the names of the tensors that are copied."""
     wrapper = family_of(shape).wrapper
-    return wrapper.kept if wrapper else ()
+    return wrapper.untrained_prefixes if wrapper else ()
 
 
 def names_by_file(path: str, shape: ModelShape) -> dict[Path, list[str]]:
-    """The kept tensors of a checkpoint by their file, both in order. Raises as `tensor_files`."""
+    """The copied tensors of a checkpoint by their file, both in order. Raises as `tensor_files`."""
     names: dict[Path, list[str]] = defaultdict(list)
-    if of_kept := starts(shape):
+    if of_copied := prefixes(shape):
         for name, file in sorted(tensor_files(path).items(), key=lambda item: (item[1], item[0])):
-            if name.startswith(of_kept):
+            if name.startswith(of_copied):
                 names[file].append(name)
     return dict(names)
 

@@ -179,10 +179,10 @@ def _opened(path: str | Path, own: str | None) -> tuple[ConfigFile, Family, bool
 def _unwrapped(config: ConfigFile, wrapper: Wrapper) -> JsonObject:
     """The values of the language model, and those of the whole file for the keys that it has not."""
     whole = config.content
-    text = config.part(wrapper.config).content
+    text = config.part(wrapper.config_key).content
     if not text:
         hint = "use the config.json that was published with the weights"
-        raise config.error(f"{wrapper.config} is missing", hint)
+        raise config.error(f"{wrapper.config_key} is missing", hint)
     stated = {key: value for key, value in text.items() if value is not None}
     of_wrapper = {key: whole[key] for key in _OF_WRAPPER if whole.get(key) is not None}
     return {**whole, **stated, **of_wrapper}

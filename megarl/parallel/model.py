@@ -234,8 +234,11 @@ def transformer_config(
     return make_config("train.megatron", kind, _default_fields(shape, facts) | chosen | fixed)
 
 
-def fixed_field_names() -> set[str]:
-    """The names of the fields of TransformerConfig that a recipe cannot set."""
+def fixed_field_names(shape: ModelShape | None = None) -> set[str]:
+    """The names of the fields of TransformerConfig that a recipe cannot set.
+
+    shape: the model, whose family may be a user's own; None: unknown.
+    """
     nothing = ModelShape(
         1,
         1,
@@ -247,7 +250,8 @@ def fixed_field_names() -> set[str]:
         delta=DeltaShape(1, 1, 1, 1, 1, 1),
         num_experts=1,
     )
-    of_families = {name for family in FAMILIES.values() for name in family.megatron}
+    families = [*FAMILIES.values(), *([family_of(shape)] if shape else [])]
+    of_families = {name for family in families for name in family.megatron}
     fixed = _fixed_fields(nothing, TrainLayout(1, 1, 1, 1), _NO_FACTS, torch.float32, 0.0)
     return fixed.keys() | of_families
 

@@ -37,7 +37,7 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
     layout = role.layout
     lacks_deepep = DEVICE == "cuda" and importlib.util.find_spec("deep_ep") is None
     errors = [
-        *option_errors(train, fixed_field_names),
+        *option_errors(train, partial(fixed_field_names, shape)),
         *recompute_errors(train, shape),
         *role.overlap_errors(),
         *flex_device_errors(train, role.recipe.model.dtype, device, lacks_deepep=lacks_deepep),

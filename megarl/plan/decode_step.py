@@ -92,7 +92,7 @@ class EngineSpeed:
             tiles = (shape.num_layers - plain_layers) * of_layer
             unread += tiles + plain_layers * of_layer * item_bytes(self.dtype)
         wrapper = family_of(shape).wrapper
-        tower_bytes = wrapper.held_params * item_bytes(self.dtype) if wrapper else 0
+        tower_bytes = wrapper.tower_params * item_bytes(self.dtype) if wrapper else 0
         draft_bytes = self._draft_bytes if layout.draft else 0.0
         target_bytes = self.weight_bytes - draft_bytes - tower_bytes
         return max(0.0, target_bytes - self.expert_bytes - unread / layout.attention_tp)

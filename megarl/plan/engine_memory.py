@@ -174,7 +174,7 @@ def _weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> tuple[
     engine = replace(engine, precision=engine.precision.of_other_layers)
     plain = replace(engine, precision=PLAIN)
     wrapper = family_of(shape).wrapper
-    tower_bytes = wrapper.held_params * item_bytes(dtype) if wrapper else 0
+    tower_bytes = wrapper.tower_params * item_bytes(dtype) if wrapper else 0
     total = _laid_out_bytes(without, engine, dtype) + derived + tower_bytes
     for kind, count in kinds.items():  # in the order of the layers, so that plain ones come last
         num_first = max(0, min(count, num_quantised_left))

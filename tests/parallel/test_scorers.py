@@ -120,16 +120,17 @@ def test_every_layout_learns_what_one_rank_does(
     )
 
 
-def test_a_language_models_critic_begins_with_0_and_learns(tmp_path: Path) -> None:
-    """Its multi-token prediction layers have no part in it."""
-    path = write(tmp_path, "deepseek-v3", mtp_layers=1, vocab_size=VOCAB_SIZE, pad_token_id=None)
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3.5-moe"])
+def test_a_language_models_critic_begins_with_0_and_learns(tmp_path: Path, family: str) -> None:
+    """Its multi-token prediction layers have no part in it, and neither has a vision tower."""
+    path = write(tmp_path, family, mtp_layers=1, vocab_size=VOCAB_SIZE, pad_token_id=None)
     (rank,) = world(path, ONE_RANK, count=3)
     assert all(not value_T.any() for value_T in rank["values"])
     weights = whole([rank["learning"]]).after
     assert (
         weights
         and weights["score.weight"].any()
-        and not any("layers.4." in name for name in weights)
+        and not any("layers.4." in name or "mtp." in name for name in weights)
     )
     losses = [metrics["loss"] for metrics in rank["metrics"]]
     assert losses[0] > losses[1] > losses[2]

@@ -15,10 +15,11 @@ KIMI_K25 = replace(
     layers="as DeepSeek-V3's",
     wrapper=Wrapper(
         "text_config",
-        names=("", "language_model."),
-        kept=("vision_tower.", "mm_projector."),
+        own_prefix="",
+        prefix="language_model.",
+        untrained_prefixes=("vision_tower.", "mm_projector."),
         # SGLang makes no processor of images then (configs/model_config.py), but the tower even so (models/kimi_k25.py)
         without_tower={"language_model_only": True},
-        held_params=471_143_920,
+        tower_params=471_143_920,
     ),
 )

@@ -60,8 +60,9 @@ QWEN3_5_MOE = Family(
     facts=normalised,
     wrapper=Wrapper(
         "text_config",
-        names=("model.", "model.language_model."),
-        kept=("model.visual.",),
+        own_prefix="model.",
+        prefix="model.language_model.",
+        untrained_prefixes=("model.visual.",),
         stacks={
             f"{_EXPERTS}gate_up_proj": (
                 f"{_EXPERTS}{STACK}.gate_proj.weight",

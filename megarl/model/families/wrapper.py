@@ -26,32 +26,31 @@ class StackPlace(NamedTuple):
 class Wrapper:
     """The form of a checkpoint with a language model and other parts, such as a vision tower.
 
-    config: the key of config.json with the language model's values. names: how the names of its tensors begin in a
-    checkpoint without other parts, and in this one. kept: how the names of the other parts' tensors begin, which are
-    not trained and are the same in exports. stacks: tensors with the matrices of all experts of a layer, one part of
-    an expert below the other; the names are those inside a layer. without_tower: values of config.json with which
-    SGLang serves text alone. held_params: of the other parts, those that each rank of an engine has even so, at most.
+    config_key: the key of config.json with the language model's values. own_prefix, prefix: begin the names of its
+    tensors in a checkpoint without other parts, and in this one. untrained_prefixes: begin the names of the other
+    parts' tensors, which exports copy from the source. stacks: tensors with the matrices of all experts of a layer, one
+    part of an expert below the other; the names are those inside a layer. without_tower: values of config.json with
+    which SGLang serves text alone. tower_params: elements of the other parts that each rank of an engine holds even so.
     """
 
-    config: str
-    names: tuple[str, str]
-    kept: tuple[str, ...] = ()
+    config_key: str
+    own_prefix: str
+    prefix: str
+    untrained_prefixes: tuple[str, ...] = ()
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     without_tower: Mapping[str, Any] = field(default_factory=dict)
-    held_params: int = 0
+    tower_params: int = 0
 
     def in_files(self, name: str) -> str:
         """The name that a tensor of the language model has in the files."""
-        own, wrapped = self.names
-        if name.startswith(own):
-            return wrapped + name.removeprefix(own)
+        if name.startswith(self.own_prefix):
+            return self.prefix + name.removeprefix(self.own_prefix)
         return name
 
     def from_files(self, name: str) -> str:
         """Undo `in_files`; the names of other parts stay."""
-        own, wrapped = self.names
-        if name.startswith(wrapped):
-            return own + name.removeprefix(wrapped)
+        if name.startswith(self.prefix):
+            return self.own_prefix + name.removeprefix(self.prefix)
         return name
 
     def stack_of(self, name: str) -> tuple[str, list[str]] | None:
