@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from operator import itemgetter
 from typing import Literal
 
@@ -212,13 +213,10 @@ def _best_trains(
     """The best of each kind next to the recipe's engines; phases: that must fit.
 
     All are ordered by about what they take; memory is counted in full for the fastest, until enough of them fit.
-    fp8_engines: the fastest of each kind are also tried in fp8.
+    fp8_engines: of each kind the first that fits in fp8 is among them, too.
     """
-    kinds = _train_kinds(estimator, layouts)
-    if fp8_engines:
-        kinds += [[in_fp8(overlay) for overlay in kind[:_TRIED]] for kind in kinds]
     best: list[Overlay] = []
-    for overlays in kinds:
+    for overlays in _train_kinds(estimator, layouts):
         fitting: list[Estimate] = []
         for overlay in overlays[:_TRIED]:
             estimate = estimator.estimate(overlay)
@@ -227,6 +225,9 @@ def _best_trains(
             if len(fitting) > 2 * _COMBINED:
                 break
         best += _few_of_each_kind(fitting)
+        tried = map(in_fp8, overlays[:_TRIED] if fp8_engines else ())
+        fits = (overlay for overlay in tried if estimator.estimate(overlay).fits(phases))
+        best += islice(fits, 1)
     return best
 
 
