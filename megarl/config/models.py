@@ -115,11 +115,11 @@ class TrainConfig(Branch):
     share_prefixes: bool = False
     """Tokens that several samples of a micro-batch begin with are computed once; not with TransformerEngine."""
     numbers: Literal["plain", "engine"] = "plain"
-    """Numbers that the policy's linear layers multiply: plain, those of `model.dtype`; engine, in forward passes the fp8
+    """Numbers that the policy's linear layers multiply: plain, those of `model.dtype`; engine, in forward passes the
     codes of `rollout.engine.weights: fp8`, but for what `precision` keeps plain."""
     fp8_backward: Literal["high_precision", "dequantised", "fp8"] = "dequantised"
-    """What backward passes multiply where `train.numbers` is engine: the numbers from before quantisation, what the codes
-    of the forward pass stand for, both in `model.dtype`, or codes of their own."""
+    """What backward passes multiply where `train.numbers` is engine: the numbers from before quantisation, what the
+    codes of the forward pass stand for, both in `model.dtype`, or codes of their own."""
     recompute: dict[RecomputedPart, Whole] = {}
     """Parts of a layer that are computed again in the backward pass, each with the number of pipeline ranks, from the
     first, that do so."""
