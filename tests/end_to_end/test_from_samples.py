@@ -96,7 +96,8 @@ def test_a_file_of_samples_trains_alike_in_every_layout(
         assert min(alone["train/grad_norm/1"], alone["train/grad_norm/2"]) > 0.1
         assert abs(alone["train/loss/2"]) > 1e-4
         for spread in others:
-            _assert_alike(alone, spread[step - 1])
+            # two updates whose gradients have a norm of 30 have multiplied the rounding by then
+            _assert_alike(alone, spread[step - 1], rel=1e-4 if step == 1 else 5e-4)
     assert len(first) == 2
     assert first[0]["rollout/logprob_diff_mean"] < 1e-6, (
         "the first step's policy is the one that sampled"
@@ -104,14 +105,14 @@ def test_a_file_of_samples_trains_alike_in_every_layout(
     assert first[1]["rollout/logprob_diff_mean"] > 1e-3, "the second's has learnt since"
 
 
-def _assert_alike(alone: dict[str, float], spread: dict[str, float]) -> None:
+def _assert_alike(alone: dict[str, float], spread: dict[str, float], *, rel: float) -> None:
     """The records of one step in two layouts."""
     assert spread["reward/mean"] == alone["reward/mean"]
     for key in ("loss", "grad_norm", "tokens"):
         for name in (f"train/{key}", f"train/{key}/1", f"train/{key}/2"):
-            assert spread[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
+            assert spread[name] == pytest.approx(alone[name], rel=rel, abs=1e-6)
     for key in ("loss", "grad_norm", "value_mean", "return_mean", "explained_variance"):
-        assert spread[f"critic/{key}"] == pytest.approx(alone[f"critic/{key}"], rel=1e-4, abs=1e-5)
+        assert spread[f"critic/{key}"] == pytest.approx(alone[f"critic/{key}"], rel=rel, abs=1e-5)
     assert spread["rollout/logprob_diff_mean"] == pytest.approx(
         alone["rollout/logprob_diff_mean"], rel=1e-3, abs=1e-6
     )
