@@ -74,7 +74,7 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "qwen3_next": [()],
     "qwen3_5_35b": [()],
     "qwen3_5_397b": [()],
-    "minimax_m2": [()],
+    "minimax_m2": [(), ("fp8_rollout_minimax_m2.yaml",)],
     "hy_v3": [()],
     "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((overlay,) for overlay in DEBUG)],
     "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((overlay,) for overlay in DEBUG)],
