@@ -72,13 +72,7 @@ class RankModel:
     ) -> None:
         recipe = role.recipe
         self._dtype = model.DTYPES[recipe.model.dtype]
-        if device.DEVICE == "cpu":
-            megatron_patches.patch_megatron()
-            use_local_layers()
-            torch.set_num_threads(1)
-        else:
-            torch.cuda.set_device(recipe.placement.gpu_of(role.first_slot + rank))
-            model.select_layers(recipe.train, self._dtype)
+        self._select_layers(role, rank)
         train = recipe.train
         layout = role.layout
         shape = role.shape
@@ -119,6 +113,16 @@ class RankModel:
             self.chunks = model.wrap(config, chunks, train)
             self.finiteness.watch_gradients(self.chunks)
         self.pipeline = self._pipeline(routing)
+
+    def _select_layers(self, role: Role, rank: int) -> None:
+        """Prepare the device, and the layers that it has."""
+        if device.DEVICE == "cpu":
+            megatron_patches.patch_megatron()
+            use_local_layers()
+            torch.set_num_threads(1)
+        else:
+            torch.cuda.set_device(role.recipe.placement.gpu_of(role.first_slot + rank))
+            model.select_layers(role.recipe.train, self._dtype)
 
     def _row_multiple(self, numbers: EngineNumbers | None) -> int:
         """The tokens that this rank has a multiple of; prepares TransformerEngine for fp8 before layers are built."""

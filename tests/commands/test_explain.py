@@ -40,7 +40,7 @@ def test_a_key_is_explained_in_lines() -> None:
     labels = dict(re.findall(r"^  (\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
     assert labels["type"] == "number from 1e-15 to 10"
     assert labels["default"] == "none: it has to be set"
-    assert labels["meaning"] == "Learning rate of AdamW for the policy, after the warm-up."
+    assert labels["meaning"] == "Learning rate for the policy, after the warm-up."
     assert "controller" in labels["read in"] and "not read" not in labels
 
 

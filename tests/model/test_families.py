@@ -43,7 +43,7 @@ SPARSE, DENSE = (
 # test_reference.py has the others; Moonlight is DeepSeek-V3 without a rank of queries, and without YaRN
 WITH_LOGPROBS = (*DENSE, *SPARSE[2:], "glm4-moe without norms", "moonlight")
 # whose sizes are divided in another way than those of the families that tests/parallel/test_parity.py has on ranks
-ON_FOUR_RANKS = ("qwen3.5-moe", "kimi-k25", "glm4-moe-lite")
+ON_FOUR_RANKS = ("qwen3.5-moe", "kimi-k25", "glm4-moe-lite", "glm-5")
 # of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
 EVERY_LAYOUT = {
     "one rank": TrainLayout(1, 1, 1, 1),

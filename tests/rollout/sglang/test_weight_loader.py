@@ -113,6 +113,7 @@ def checkpoint_read(sync: Any, fp8: bool, quantisation: Quantisation | None) -> 
         model=SimpleNamespace(path="published"),
         rollout=SimpleNamespace(engine=SimpleNamespace(weights="fp8" if fp8 else "plain")),
         precision=PrecisionConfig(),
+        train=SimpleNamespace(numbers="plain"),
     )
     model: Any = SimpleNamespace(
         facts=SimpleNamespace(quantisation=quantisation), shape=WHOLE_TILES
