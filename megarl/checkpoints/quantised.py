@@ -181,7 +181,8 @@ def _scales(slices: Slices, name: str, shape: Sequence[int], what: str) -> Any:
 def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
     """The checkpoint whose fp8 tiles are the engines' frozen weights, which they read from it; None: there is none.
 
-    Where a projection is not published in tiles, engines do not read any: all are quantised anew as the run starts.
+    Where a projection is not published in tiles, or scales are to be powers of two, engines do not read any: all are
+    quantised anew as the run starts.
     """
     is_frozen = recipe.lora is not None and recipe.lora.sync == "adapters"
     if (
@@ -191,7 +192,9 @@ def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
         or model.facts.quantisation is None
     ):
         return None
-    if _are_tiles(model.facts.quantisation, model.shape, engine_precision(recipe)):
+    precision = engine_precision(recipe)
+    has_published_scales = precision.scales == "exact"
+    if has_published_scales and _are_tiles(model.facts.quantisation, model.shape, precision):
         return recipe.model.path
     return None
 

@@ -73,6 +73,8 @@ def scales_of(largest: Tensor, rule: ScaleRule) -> Tensor:
         # the least power of two by which the largest is divided to at most 448
         power = exponent - _EXPONENT + (mantissa > _MANTISSA).int()
         scales = torch.ldexp(torch.ones_like(largest), power.clamp_(min=_LEAST_EXPONENT))
+        # a number that is not finite makes codes that are none, as by exact scales
+        scales = torch.where(largest.isfinite(), scales, largest)
         return torch.where(largest == 0, 1.0, scales)
     # by a scalar, CUDA would multiply with its reciprocal
     scales = largest / torch.full_like(largest, LARGEST)

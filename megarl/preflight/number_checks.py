@@ -15,6 +15,10 @@ _OPTIONS = {
     "overlap_moe_expert_parallel_comm": "passes in parts were never compared with one rank in fp8",
 }
 
+# of SGLang's, and whose quantisers rollout/sglang/fp8_scales.py reaches
+_BACKENDS = "fp8_gemm_runner_backend", "moe_runner_backend"
+_ROUNDING = "auto", "deep_gemm", "triton"
+
 
 @listed
 def number_errors(roles: Roles) -> ErrorIterator:
@@ -31,10 +35,10 @@ def number_errors(roles: Roles) -> ErrorIterator:
         return
     if recipe.precision.scales == "exact":
         problem = "exact, but kernels round exact scales in several ways, and codes of both sides would differ"
-        hint = f"set it to powers_of_two, or {_KEY} to plain"
+        hint = f"leave it out, or set {_KEY} to plain"
         yield UserError("precision.scales", problem, hint)
     if recipe.lora:
-        problem = "engine, but with adapters (lora) no rank has the codes of the sums"
+        problem = "engine, but with adapters (lora) no rank has the codes of weight plus adapter"
         yield UserError(_KEY, problem, "set it to plain, or leave lora out")
     shape = roles.policy.model.known_shape
     if shape and shape.mla and roles.engines.precision.quantises("kv_b_proj"):
@@ -42,6 +46,17 @@ def number_errors(roles: Roles) -> ErrorIterator:
             "engine, but SGLang multiplies kv_b_proj in fp8 for some tokens and not for others"
         )
         yield _error(problem, "precision.plain to [kv_b_proj]")
+    if shape and shape.indexer:
+        problem = (
+            f"engine, but {shape.family} has an indexer, whose products in fp8 ranks do not have"
+        )
+        yield UserError(_KEY, problem, "set it to plain")
+    for option in _BACKENDS:
+        backend = recipe.rollout.engine.sglang.get(option, "auto")
+        if backend not in _ROUNDING:
+            where = f"rollout.engine.sglang.{option}"
+            problem = f"{backend} does not go with {_KEY}: its kernels choose scales of their own"
+            yield UserError(where, problem, f"remove it, or set it to {' or '.join(_ROUNDING[1:])}")
     for option, why in _OPTIONS.items():
         if recipe.train.megatron.get(option):
             where = f"train.megatron.{option}"

@@ -142,10 +142,10 @@ def test_a_run_that_computes_in_fp8_on_both_sides(launch: Callable, tmp_path: Pa
     difference of log-probabilities beside that of `train.numbers: plain`; the codes of a layer's weight against
     `megarl.fp8.codes.quantise`; `train.fp8_backward` with TransformerEngine 2.15 or later.
 
-    rollout/sglang/fp8_scales.py round_scales_up: SGLang's quantiser of activations with scales that are powers of two,
-    copied into the layout of its products. To check first: its codes and scales against
-    `megarl.fp8.codes.quantise_groups` for groups above 4.5e-8; tokens a second with and without; DeepEP, whose own
-    kernels quantise what they send by exact scales.
+    rollout/sglang/fp8_scales.py round_scales_up: SGLang's quantisers of activations with scales that are powers of two,
+    copied into the layout of its products; with DeepEP in decoding its own kernel's, and the Triton kernel behind the
+    experts' first product. To check first: codes and scales of each against `megarl.fp8.codes.quantise_groups` for
+    groups above 4.5e-8; tokens a second with and without.
     """
     changes = ("rollout.engine.weights=fp8", "train.numbers=engine", "train.fp8_backward=fp8")
     check(steps_of(launch, tmp_path, *changes, **TILES), 0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.fp8 import TILE
+from megarl.fp8 import TILE, ScaleRule
 from megarl.fp8.codes import FP8, LARGEST, quantise, quantise_groups, scales_of, tile_scales
 
 
@@ -58,6 +58,15 @@ def test_scales_are_normal_powers_of_two(largest: float) -> None:
     assert (torch.frexp(scales)[0] == 0.5).all() and (scales >= 2.0**-126).all()
     if largest in (448.0, 0.0):
         assert (scales == 1).all() and (codes.float() == largest).all()
+
+
+@pytest.mark.parametrize("rule", ["powers_of_two", "exact"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_what_is_not_finite_stays_so(rule: ScaleRule, value: str) -> None:
+    rows = torch.ones(1, TILE)
+    rows[0, 3] = float(value)
+    codes, scales = quantise_groups(rows, rule)
+    assert not (codes.float() * scales).isfinite()[0, 3]
 
 
 def test_a_group_depends_on_nothing_outside_of_it() -> None:

@@ -13,9 +13,7 @@ from tests.plan import plans
 
 
 def told(folder: Path, family: str = "deepseek-v3", **changes: Any) -> list[str]:
-    keys = (
-        {"pp": 4, "ep": 8, "layers_per_stage": (16, 15, 15, 15)} if family == "deepseek-v3" else {}
-    )
+    keys = {"pp": 4, "ep": 8, "layers_per_stage": (16, 15, 15, 15)} if "deepseek" in family else {}
     recipe = plans.recipe(folder, family, 32, **keys, **changes.pop("train", {"numbers": "engine"}))
     values = recipe.model_dump()
     values["rollout"]["engine"]["weights"] = changes.pop("weights", "fp8")
@@ -39,6 +37,21 @@ def test_scales_are_powers_of_two_unless_a_recipe_says_otherwise(tmp_path: Path)
     assert scales == {"plain": "exact", "engine": "powers_of_two"}
 
 
+@pytest.mark.parametrize("option", ["fp8_gemm_runner_backend", "moe_runner_backend"])
+def test_kernels_that_choose_scales_of_their_own_are_named(tmp_path: Path, option: str) -> None:
+    recipe = plans.recipe(tmp_path, "qwen3-30b", 8, numbers="engine")
+    values = recipe.model_dump()
+    values["rollout"]["engine"]["weights"] = "fp8"
+
+    def of(backend: str) -> list[str]:
+        values["rollout"]["engine"]["sglang"] = {option: backend}
+        return [str(error) for error in number_errors(resolve(type(recipe).model_validate(values)))]
+
+    assert of("deep_gemm") == []
+    (line,) = of("flashinfer_trtllm")
+    assert line.startswith(f"rollout.engine.sglang.{option}: flashinfer_trtllm does not go with")
+
+
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
@@ -46,6 +59,7 @@ def test_scales_are_powers_of_two_unless_a_recipe_says_otherwise(tmp_path: Path)
         ({"precision": {"scales": "exact"}}, "precision.scales: exact, but kernels"),
         ({"precision": {"plain": ()}}, "train.numbers: engine, but SGLang multiplies kv_b_proj"),
         ({"lora": {"rank": 8}}, "train.numbers: engine, but with adapters"),
+        ({"family": "deepseek-v3.2"}, "train.numbers: engine, but DeepseekV32ForCausalLM has an"),
         (
             {"train": {"numbers": "engine", "megatron": {"moe_router_padding_for_fp8": True}}},
             "train.megatron.moe_router_padding_for_fp8: does not go with train.numbers",

@@ -61,12 +61,14 @@ def test_a_request_is_heard_during_a_step_and_answered_at_the_end(
     tmp_path: Path, error: Exception | None, outcome: str
 ) -> None:
     with suppress(ValueError, EndedEarly), run_log(tmp_path) as log:
-        assert log.drain is not None
+        drain = log.drain
+        assert drain is not None
         run = found(log)
         assert not run.is_asked() and run.take_outcome() is None
         run.ask()
-        wait_until(run.has_seen)
-        assert log.drain.is_wanted and run.is_asked() and not run.has_died()
+        # the command's side sees the answer a moment before the run's own
+        wait_until(lambda: run.has_seen() and drain.is_wanted)
+        assert run.is_asked() and not run.has_died()
         if error:
             raise error
     assert not run.is_asked()
