@@ -44,6 +44,10 @@ FAST_235B = "qwen3_235b_128gpus.yaml", "fast_qwen3_235b_128gpus.yaml"
 FAST_DEEPSEEK = "fp8_rollout_deepseek671b.yaml", "deepep_training_deepseek671b.yaml"
 FP8_TRAINING = "fp8_training_deepseek671b.yaml"
 DEEPSEEK_512 = "deepseek671b_512gpus.yaml", "fp8_rollout_deepseek671b.yaml"
+OF_DEEPSEEK = [
+    (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((overlay,) for overlay in DEBUG),
+    FAST_DEEPSEEK, (*FAST_DEEPSEEK, ENGINE_LOGPROBS), (*FAST_DEEPSEEK, ENGINE_LOGPROBS, PHASES),
+]  # fmt: skip
 # What is laid over the recipes of a model; the recipes themselves are all that there are.
 OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "quickstart": [()],
@@ -62,9 +66,10 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
         ("qwen3_235b_128gpus.yaml",), FAST_235B, (*FAST_235B, ENGINE_LOGPROBS),
         *((overlay,) for overlay in DEBUG),
     ],
+    # its critic has no room beside the codes of training in fp8
+    "vapo_deepseek671b": OF_DEEPSEEK,
     "deepseek671b": [
-        (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((overlay,) for overlay in DEBUG),
-        FAST_DEEPSEEK, (*FAST_DEEPSEEK, ENGINE_LOGPROBS), (*FAST_DEEPSEEK, ENGINE_LOGPROBS, PHASES),
+        *OF_DEEPSEEK,
         (*FAST_DEEPSEEK, FP8_TRAINING, ENGINE_LOGPROBS),
         (*FAST_DEEPSEEK, FP8_TRAINING, ENGINE_LOGPROBS, PHASES),
     ],

@@ -57,16 +57,15 @@ TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
         ["rollout", "reshard"],
         "rollout.engine.weights",
     ),
-    "deepseek671b": (
-        {"tp": 16, "ep": 16, "dp": 8},
-        ["rollout", "reshard"],
-        "rollout.engine.weights",
+    **dict.fromkeys(
+        ("vapo_deepseek671b", "deepseek671b"),
+        ({"tp": 16, "ep": 16, "dp": 8}, ["rollout", "reshard"], "rollout.engine.weights"),
     ),
     "qwen3_30b_128k": _TOO_FEW_30B,
     "glm4_6": ({"tp": 8, "ep": 8, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "glm4_5_air": ({"tp": 2, "ep": 2, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "qwen3_next": ({"tp": 2, "ep": 2, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
-    "qwen3_5_35b": ({"tp": 1, "ep": 1, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
+    "qwen3_5_35b": ({"tp": 1, "ep": 1, "dp": 1}, ["rollout"], "rollout.engine.tp"),
     "qwen3_5_397b": ({"tp": 8, "ep": 8, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "minimax_m2": ({"tp": 4, "ep": 4, "dp": 1}, ["rollout", "reshard"], "rollout.engine.tp"),
     "hy_v3": ({"tp": 4, "ep": 4}, ["rollout", "reshard"], "rollout.engine.tp"),
@@ -300,7 +299,7 @@ def test_micro_batches_that_are_too_long_fill_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLUSTER)
 def test_engines_that_are_too_small_fill_the_rollout(name: str) -> None:
-    sizes, phases, knob = TOO_FEW.get(name) or TOO_FEW[model_of(RECIPES / f"{name}.yaml")]
+    sizes, phases, knob = TOO_FEW[model_of(RECIPES / f"{name}.yaml")]
     count = load(name).placement.gpus // sizes["tp"]
     overrides = [
         f"rollout.engine.{key}={value}" for key, value in (sizes | {"count": count}).items()
