@@ -139,7 +139,7 @@ class WarmStartConfig(Branch):
     sequences_per_step: Count = 256
     """Prompts with their answers in one supervised step."""
     lr: LearningRate = 1e-3
-    """Learning rate of AdamW in the supervised steps, after their warm-up."""
+    """Learning rate in the supervised steps, after their warm-up."""
     warmup_steps: Whole = 0
     """Supervised steps over which the learning rate rises linearly to `warm_start.lr`."""
 

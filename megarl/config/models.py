@@ -214,7 +214,7 @@ class CriticConfig(Branch):
     """The critic learns adapters of the size of `lora` and its head, and computes with the policy's frozen weights,
     which are in memory once; its ranks must be on the policy's slots, in the same layout."""
     lr: LearningRate | None = None
-    """Learning rate of AdamW for it; null: `train.lr`."""
+    """Learning rate for it; null: `train.lr`."""
     warmup_steps: Whole | None = None
     """Steps over which its learning rate rises linearly; null: `train.warmup_steps`."""
     lr_schedule: LrSchedule | None = None

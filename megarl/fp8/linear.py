@@ -62,7 +62,7 @@ def multiply(hidden: Tensor, weight: Codes, rule: ScaleRule) -> Tensor:
 
 
 def linear(hidden: Tensor, weight_NK: Tensor, rule: ScaleRule, backward: Fp8Backward) -> Tensor:
-    """The same of a trained weight, with straight-through gradients of both."""
+    """The product [..., N] of hidden [..., K] and a trained weight in codes; gradients pass the rounding of both."""
     return _Linear.apply(hidden, weight_NK, rule, backward)  # type: ignore[no-any-return]
 
 

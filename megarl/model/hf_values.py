@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,15 @@ class ConfigFile:
         return self._checked(
             key, False, lambda value: isinstance(value, bool), "write true or false"
         )
+
+    def known(self, values: Mapping[str, Sequence[Any]]) -> None:
+        """Raises UserError where a key has another value than those that are known of it; it may be absent."""
+        for key, known in values.items():
+            value = self.content.get(key)
+            if value is not None and value not in known:
+                raise self.error(
+                    f"{key} is {value!r:.60}", f"use a checkpoint where it is {known[0]!r}"
+                )
 
     def texts(self, key: str) -> list[str]:
         """A list of texts, empty where there is none. Raises UserError for another value."""

@@ -50,9 +50,9 @@ def matrices(shape: ModelShape) -> Iterator[Matrices]:
     """Of all layers, in their order; those of multi-token prediction too."""
     number = 0
     for layer in range(shape.num_layers + shape.num_mtp_layers):
-        for found in layer_matrices(shape, layer):
-            yield found._replace(number=number + found.number)
-        number += sum(found.count for found in layer_matrices(shape, layer))
+        for each in layer_matrices(shape, layer):
+            yield each._replace(number=number + each.number)
+        number += sum(each.count for each in layer_matrices(shape, layer))
 
 
 def layer_matrices(shape: ModelShape, layer: int) -> list[Matrices]:
@@ -64,13 +64,13 @@ def layer_matrices(shape: ModelShape, layer: int) -> list[Matrices]:
     if layer >= shape.num_layers:
         frame = mtp_prefix(shape, layer - shape.num_layers)
         parts += [(frame, piece, False) for piece in _pieces(mtp_block(shape))]
-    found: list[Matrices] = []
+    of_layer: list[Matrices] = []
     number = 0
     for before, piece, mixes in parts:
         for own in _matrices(shape, piece, mixes):
-            found.append(own._replace(number=number, tensor=before + own.tensor))
+            of_layer.append(own._replace(number=number, tensor=before + own.tensor))
             number += own.count
-    return found
+    return of_layer
 
 
 def _pieces(block: Block) -> Iterator[TensorPart]:

@@ -38,14 +38,14 @@ class DeltaShape:
 class IndexerShape:
     """The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1): its query heads and their width.
 
-    top_k: keys that a query attends to. turns_neighbours: rotary positions turn neighbouring numbers, as pairs; without
+    top_k: keys that a query attends to. interleaved_rope: rotary positions turn neighbouring numbers, as pairs; without
     it, a number of the first half with one of the second.
     """
 
     num_heads: int
     head_dim: int
     top_k: int
-    turns_neighbours: bool
+    interleaved_rope: bool
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from megarl.parallel.boxes import boxes
 
 # elements of the matrices that a rank works on at a time, unless one has more
 ROUND_ELEMENTS = 64 << 20
+_MANY_ROWS = 1 << 40  # more than any parameter has
 
 
 class MatrixPart(NamedTuple):
@@ -65,7 +66,7 @@ def own_pieces(part: MatrixPart, width: int, shard: Tensor, start: int, end: int
     """What a shard has of a part. width: columns of the parameter, of which the shard has the elements start to end."""
     first_row, first_col = part.param_at
     pieces = []
-    for box in boxes((1 << 40, width), start, end, end - start):
+    for box in boxes((_MANY_ROWS, width), start, end, end - start):
         row, col = box.offsets
         height, across = box.sizes
         rows = max(row, first_row), min(row + height, first_row + part.size[0])
@@ -106,12 +107,12 @@ class _TablePiece(NamedTuple):
 
 @dataclass(frozen=True)
 class _ExchangeRound:
-    """By rank of the group: what this rank sends and takes of matrices, and what it sends back and gets of updates."""
+    """By rank of the group: the pieces of matrices and of updates that this rank sends (out) and receives (in)."""
 
-    sent: list[list[_TablePiece]]
-    taken: list[list[_TablePiece]]
-    returned: list[list[_TablePiece]]
-    got: list[list[_TablePiece]]
+    matrices_out: list[list[_TablePiece]]
+    matrices_in: list[list[_TablePiece]]
+    updates_out: list[list[_TablePiece]]
+    updates_in: list[list[_TablePiece]]
     crosses: bool
 
 
@@ -146,10 +147,10 @@ class MatrixExchange:
             if owners[piece.number] == me:
                 owned[piece.rank].append(piece)
         return _ExchangeRound(
-            sent=[[piece for piece in pieces if piece in senders] for pieces in mine],
-            taken=[[piece for piece in pieces if piece in senders] for pieces in owned],
-            returned=owned,
-            got=mine,
+            matrices_out=[[piece for piece in pieces if piece in senders] for pieces in mine],
+            matrices_in=[[piece for piece in pieces if piece in senders] for pieces in owned],
+            updates_out=owned,
+            updates_in=mine,
             crosses=any(piece.rank != owners[piece.number] for piece in table),
         )
 
@@ -163,17 +164,25 @@ class MatrixExchange:
         """values: of a piece, in any type. make: of equal matrices [n, rows, cols] of `dtype`. take: what was made."""
         for step in self._rounds:
             sent = _joined(
-                [values(self._pieces[piece.index]) for pieces in step.sent for piece in pieces],
+                [
+                    values(self._pieces[piece.index])
+                    for pieces in step.matrices_out
+                    for piece in pieces
+                ],
                 dtype,
             )
-            taken = self._swapped(sent, step.sent, step.taken, crosses=step.crosses)
-            made = _made(taken, [piece for pieces in step.taken for piece in pieces], make)
+            taken = self._swapped(sent, step.matrices_out, step.matrices_in, crosses=step.crosses)
+            made = _made(taken, [piece for pieces in step.matrices_in for piece in pieces], make)
             back = _joined(
-                [piece.inside(made[piece.number]) for pieces in step.returned for piece in pieces],
+                [
+                    piece.inside(made[piece.number])
+                    for pieces in step.updates_out
+                    for piece in pieces
+                ],
                 dtype,
             )
-            got = self._swapped(back, step.returned, step.got, crosses=step.crosses)
-            own = [piece for pieces in step.got for piece in pieces]
+            got = self._swapped(back, step.updates_out, step.updates_in, crosses=step.crosses)
+            own = [piece for pieces in step.updates_in for piece in pieces]
             for piece, flat in zip(own, got.split([piece.area for piece in own]), strict=True):
                 take(self._pieces[piece.index], flat.view(piece.height, piece.width))
 

@@ -53,7 +53,7 @@ class RankModel:
     are loaded, `make_optimizer` copies them. Raises UserError for a Megatron option that does not fit. tp_split_params:
     this rank's weights that are split over TP, as `megatron_map.split_params` says. is_published: engines map the
     parameters, which therefore never move. pairs: the factors of this rank's adapters, where the recipe has `lora`; the
-    weights themselves are frozen then. numbers: of the engines, with which it computes; None: plain ones. matrices:
+    weights themselves are frozen then. numbers: of the engines, with which it computes; None: plain ones. matrix_parts:
     this rank's parts of all matrices, for `train.optimizer_name: muon`. A role that does not train has no gradients and
     no optimizer.
     """
@@ -68,7 +68,7 @@ class RankModel:
         numbers: EngineNumbers | None = None,
         is_published: bool = True,
         pairs: Sequence[LoraPair] = (),
-        matrices: Sequence[MatrixPart] = (),
+        matrix_parts: Sequence[MatrixPart] = (),
     ) -> None:
         recipe = role.recipe
         self._dtype = model.DTYPES[recipe.model.dtype]
@@ -82,7 +82,7 @@ class RankModel:
         self.layout = layout
         self._rows = self._row_multiple(numbers)
         self._train = train
-        self._matrices = matrices
+        self._matrix_parts = matrix_parts
         self._asynchronous = recipe.checkpoint.asynchronous
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
@@ -197,7 +197,7 @@ class RankModel:
     def make_optimizer(self) -> None:
         """Make the optimizer's state from this rank's weights as they are now."""
         self.optimizer = optimizer.build_optimizer(
-            self.chunks, self._train, self._dtype, self._matrices
+            self.chunks, self._train, self._dtype, self._matrix_parts
         )
 
     def options(self) -> dict[str, dict[str, Any]]:

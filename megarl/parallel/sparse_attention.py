@@ -80,7 +80,7 @@ class Indexer(torch.nn.Module):
         """
         width = turn.cos_L1D.shape[-1]
         turned, rest = vectors_LHD.split([width, vectors_LHD.shape[-1] - width], dim=-1)
-        if self.sizes.turns_neighbours:
+        if self.sizes.interleaved_rope:
             turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1)
         first, second = turned.float().chunk(2, dim=-1)
         across = torch.cat([-second, first], dim=-1)

@@ -67,7 +67,7 @@ class RowSize:
         return self.share * self.shape.hidden_size * self.item
 
     def code(self, module: Module) -> float:
-        """c"""
+        """Bytes of one number of this module's input, as its linear layers keep it: c in the formulas below."""
         if self.fp8 and self.fp8.keeps_codes and self.fp8.has(module):
             return CODE_BYTES
         return self.item

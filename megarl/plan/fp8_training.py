@@ -12,17 +12,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megarl.fp8 import TILE, Fp8Backward
 from megarl.model.families import has_output_gate
 from megarl.model.precision import Precision
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, precision_of
 from megarl.placement.train_layout import TrainLayout
 
-Backward = Literal["high_precision", "dequantised", "fp8"]
 # what a linear layer belongs to: Megatron's module that is computed again with it, or attention's other projections
 Module = Literal["attention", "mla_up_proj", "mlp", "experts", "shared_experts"]
 # bytes of a code with its share of a row's scale, a float32 for each 128
-CODE_BYTES = 1 + 4 / 128
+CODE_BYTES = 1 + 4 / TILE
 PLAIN_BYTES = 2
 # Assumption: of a layer's kernels in one pass of a micro-batch, those that quantise or dequantise. With it the two
 # published runs in tests/plan/test_layer_time.py are met, of which the smaller model gained nothing by fp8.
@@ -44,7 +44,7 @@ class Fp8Linears:
     """The linear layers of a model that multiply in fp8, and what their backward passes multiply."""
 
     linears: tuple[Linear, ...]
-    backward: Backward
+    backward: Fp8Backward
 
     def flops(self, tokens: float, modules: Collection[Module] | None = None) -> float:
         """Operations of a forward pass over so many tokens; modules: of these alone."""
@@ -122,7 +122,7 @@ def fp8_linears_of(role: Role) -> Fp8Linears | None:
     return fp8_linears(role.shape, precision_of(role.recipe, "fp8"), train.fp8_backward)
 
 
-def fp8_linears(shape: ModelShape, precision: Precision, backward: Backward) -> Fp8Linears:
+def fp8_linears(shape: ModelShape, precision: Precision, backward: Fp8Backward) -> Fp8Linears:
     """Those of the decoder's layers that `precision` does not keep plain; linear attention's stay plain."""
     layers = range(shape.num_layers - precision.plain_last_layers)
     num_dense = sum(map(shape.is_dense, layers))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.plan.model_size import ModelSize
-from megarl.plan.muon_cost import MOMENT_BYTES
+from megarl.plan.muon_cost import SECOND_MOMENT_BYTES
 from megarl.plan.optimizer_memory import MASTER_BYTES, MOMENTS_BYTES
 from megarl.plan.step_time import StepTime
 
@@ -81,6 +81,6 @@ def _state_bytes(model: ModelSize) -> float:
     return max(
         model.trained(stage) * model.weight_bytes
         + model.optimizer_share(stage) * _OPTIMIZER_BYTES
-        - model.muon(stage).elements * MOMENT_BYTES
+        - model.muon(stage).elements * SECOND_MOMENT_BYTES
         for stage in range(model.layout.pp)
     )

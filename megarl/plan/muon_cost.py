@@ -11,9 +11,9 @@ from megarl.model.matrices import layer_matrices
 from megarl.model.shape import ModelShape
 from megarl.parallel import newton_schulz
 from megarl.placement.train_layout import TrainLayout
-from megarl.training.matrices import matrix_parts
+from megarl.training.matrix_parts import matrix_parts
 
-MOMENT_BYTES = 4  # float32; AdamW has two, Muon one
+SECOND_MOMENT_BYTES = 4  # float32; AdamW has it, and Muon for a matrix not
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from megarl.plan.engine_memory import (
 from megarl.plan.fp8_training import fp8_linears_of
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, ModelSizes
-from megarl.plan.muon_cost import MOMENT_BYTES
+from megarl.plan.muon_cost import SECOND_MOMENT_BYTES
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.turns import tools_bytes
 from megarl.rollout.sglang.batch_sizes import step_sequences
@@ -404,7 +404,7 @@ class _StageRank:
     @property
     def _unneeded_moments(self) -> int:
         """Bytes of second moments that matrices do not have with Muon."""
-        return math.floor(MOMENT_BYTES * self.size.muon(self.stage).elements)
+        return math.floor(SECOND_MOMENT_BYTES * self.size.muon(self.stage).elements)
 
     @property
     def state_bytes(self) -> int:

@@ -24,7 +24,7 @@ from megarl.plan.expert_exchange import routing_of
 from megarl.plan.fp8_training import Fp8Linears, Module, fp8_linears_of
 from megarl.plan.layer_time import HIDDEN_SHARE, LAYER_S, RankLayers, overlaps_of
 from megarl.plan.model_size import ModelSize, ModelSizes
-from megarl.plan.muon_cost import MOMENT_BYTES, MuonWork, matrix_elements
+from megarl.plan.muon_cost import SECOND_MOMENT_BYTES, MuonWork, matrix_elements
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.rollout_time import RolloutTime
 from megarl.training.flops import (
@@ -439,7 +439,7 @@ def _computing(
         weights_bytes=weights * size.weight_bytes,
         grads_bytes=size.trained(fullest) * GRADIENT_BYTES,
         optimizer_bytes=max(
-            size.optimizer_share(stage) * each - size.muon(stage).elements * MOMENT_BYTES
+            size.optimizer_share(stage) * each - size.muon(stage).elements * SECOND_MOMENT_BYTES
             for stage in stages
         ),
         parameters=size.adapter_parameters or size.parameters,
@@ -487,6 +487,6 @@ def save_s(checkpoint: CheckpointConfig, model: ComputingModel, nodes: int) -> f
     hardware = model.hardware
     seconds = (model.trained_bytes + model.optimizer_bytes) / hardware.pcie_bytes_per_s
     if not checkpoint.asynchronous:
-        file_bytes = model.parameters * (2 + 12) - model.muon_parameters * MOMENT_BYTES
+        file_bytes = model.parameters * (2 + 12) - model.muon_parameters * SECOND_MOMENT_BYTES
         seconds += file_bytes / (nodes * hardware.disk_bytes_per_s)
     return seconds / checkpoint.every

@@ -12,12 +12,12 @@ _OR_ADAMW = "or set train.optimizer_name to adamw"
 
 @listed
 def muon_errors(recipe: Recipe) -> ErrorIterator:
-    """Where AdamW's state may be, or what it may be, and the matrices' may not."""
+    """What a recipe asks of the optimizer's state or step that AdamW has and Muon has not."""
     train = recipe.train
     if train.optimizer_name != "muon":
         return
     if train.optimizer_offload:
-        problem = f"true, but {_OF_MUON} a step is computed where training is"
+        problem = f"true, but {_OF_MUON} a step is computed on the GPUs"
         yield UserError("train.optimizer_offload", problem, f"set it to false, {_OR_ADAMW}")
     for key, is_set, problem in (
         (
@@ -28,7 +28,7 @@ def muon_errors(recipe: Recipe) -> ErrorIterator:
         (
             "decoupled_weight_decay",
             train.optimizer.get("decoupled_weight_decay") is False,
-            "the size of a gradient, to which it would be added, is lost",
+            "a decay that is added to the gradient would be lost with the gradient's size",
         ),
     ):
         if is_set:

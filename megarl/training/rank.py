@@ -35,7 +35,7 @@ from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.timeline import recorder
 from megarl.training.batching import Update
-from megarl.training.matrices import matrix_parts
+from megarl.training.matrix_parts import matrix_parts
 from megarl.training.update_guard import UpdateGuard
 from megarl.types import ByteArray, FloatArray, TrainSequence, regrouped
 from megarl.types.arrays import TokenArrays
@@ -97,7 +97,7 @@ class TrainingRank:
             numbers=_engine_numbers(recipe, *of_rank),
             is_published=is_published,
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
-            matrices=matrix_parts(*of_rank, model.TRANSFORMER_ENGINE) if has_muon else (),
+            matrix_parts=matrix_parts(*of_rank, model.TRANSFORMER_ENGINE) if has_muon else (),
         )
         self._pack = self._model.pack
         self._guard = UpdateGuard(self._model, self.layout, recipe.run.compare_replicas_every)

@@ -29,7 +29,7 @@ from megarl.parallel.rank_model import RankModel
 from megarl.placement.roles import Role, train_layout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Shard, verify_params, views
-from megarl.training.matrices import matrix_parts
+from megarl.training.matrix_parts import matrix_parts
 from megarl.types import TrainSequence
 
 LR, DENOMINATOR = 1e-3, 97.0
@@ -124,7 +124,7 @@ class Rank:
             store,
             tp_split_params=split,
             pairs=pairs,
-            matrices=matrix_parts(*of_rank, model.TRANSFORMER_ENGINE) if has_muon else (),
+            matrix_parts=matrix_parts(*of_rank, model.TRANSFORMER_ENGINE) if has_muon else (),
         )
         shards = megatron_map.shards(*of_rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(folder, shards, self._rank.params())

@@ -43,7 +43,7 @@ COMPARED = {
 # (architecture, comparison) -> why no test has it
 LEFT_OUT: dict[tuple[str, str], str] = {
     ("DeepseekV32ForCausalLM", ENGINE): "SGLang's indexer needs a GPU",
-    ("GlmMoeDsaForCausalLM", ENGINE): "the same",
+    ("GlmMoeDsaForCausalLM", ENGINE): "SGLang's indexer needs a GPU",
 }
 
 
@@ -64,8 +64,9 @@ def test_the_page_says_what_each_family_is_compared_with() -> None:
 
 
 def left_out(comparison: str) -> str:
-    """The rows that are left out, each with the reason."""
-    reasons = [
-        f"`{name}` ({why})" for (name, where), why in LEFT_OUT.items() if where == comparison
-    ]
-    return f", but for {' and '.join(reasons)}" * bool(reasons)
+    """The rows that are left out, with the reason."""
+    rows_of: dict[str, list[str]] = {}
+    for (name, where), why in LEFT_OUT.items():
+        if where == comparison:
+            rows_of.setdefault(why, []).append(f"`{name}`")
+    return "".join(f", but for {' and '.join(rows)}: {why}" for why, rows in rows_of.items())

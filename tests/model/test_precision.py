@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[ModelShape]:
 
 
 def is_never(shape: ModelShape, name: str) -> bool:
-    is_fused = bool(shape.indexer and shape.indexer.turns_neighbours and FUSED.search(name))
+    is_fused = bool(shape.indexer and shape.indexer.interleaved_rope and FUSED.search(name))
     return is_fused or bool(NEVER.search(name))
 
 

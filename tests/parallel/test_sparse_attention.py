@@ -45,12 +45,12 @@ def test_the_keys_of_the_largest_scores_are_chosen_inside_a_segment(block_number
         assert found == {*best}
 
 
-@pytest.mark.parametrize("turns_neighbours", [False, True], ids=["halves", "neighbours"])
-def test_queries_and_keys_are_turned_by_their_positions(turns_neighbours: bool) -> None:
+@pytest.mark.parametrize("interleaved_rope", [False, True], ids=["halves", "neighbours"])
+def test_queries_and_keys_are_turned_by_their_positions(interleaved_rope: bool) -> None:
     """Products of pairs, as complex numbers, turn by the difference of the positions."""
     torch.manual_seed(0)
     config: Any = SimpleNamespace(q_lora_rank=10, hidden_size=12, params_dtype=torch.float32)
-    indexer = Indexer(IndexerShape(2, 8, 4, turns_neighbours), config)
+    indexer = Indexer(IndexerShape(2, 8, 4, interleaved_rope), config)
     assert not any(param.requires_grad for param in indexer.parameters())
     frequencies = torch.tensor([0.5, 0.05])  # of the 4 first numbers
     angles = torch.tensor([3.0, 7.0])[:, None] * torch.cat([frequencies, frequencies])
@@ -59,7 +59,7 @@ def test_queries_and_keys_are_turned_by_their_positions(turns_neighbours: bool) 
     scores = torch.einsum("qhd,kd->qhk", indexer.queries(latent, turn), indexer.keys(hidden, turn))
     plain_q = indexer.wq_b(latent).unflatten(-1, (2, 8))
     plain_k = indexer.k_norm(indexer.wk(hidden))
-    pairs = [(0, 1), (2, 3)] if turns_neighbours else [(0, 2), (1, 3)]
+    pairs = [(0, 1), (2, 3)] if interleaved_rope else [(0, 2), (1, 3)]
     for query in range(2):
         for key in range(2):
             q, k = plain_q[query], plain_k[key]

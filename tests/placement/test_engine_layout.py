@@ -201,7 +201,7 @@ def test_what_only_a_cpu_refuses() -> None:
         True,
         False,
     ]
-    indexer = IndexerShape(2, 64, 8, turns_neighbours=False)
+    indexer = IndexerShape(2, 64, 8, interleaved_rope=False)
     (error,) = EngineLayout(1, 1, 1).cpu_errors(replace(DEEPSEEK, indexer=indexer))
     assert "indexer of Qwen3MoeForCausalLM has kernels for GPUs alone" in error.problem
     (error,) = EngineLayout(1, 2, 1).cpu_errors(DENSE)

@@ -222,7 +222,7 @@ def test_tokens_in_the_cache_by_hand() -> None:
     assert token_bytes(plans.V3, EngineLayout(1, 16, 16), 2) == 70_272
     assert token_bytes(QWEN3, EngineLayout(1, 4, 4), 2) == 24_576
     # and of each layer 128 numbers of the indexer's key in fp8, and a scale; in fp8 4 scales and 64 numbers in 16 bits
-    sparse = replace(plans.V3, indexer=IndexerShape(64, 128, 2048, turns_neighbours=False))
+    sparse = replace(plans.V3, indexer=IndexerShape(64, 128, 2048, interleaved_rope=False))
     assert token_bytes(sparse, EngineLayout(1, 16, 16), 2) == 61 * (2 * 576 + 132)
     assert token_bytes(sparse, EngineLayout(1, 16, 16), 1) == 61 * (656 + 132)
     # fewer heads than ranks: each is held twice

@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megarl.fp8 import Fp8Backward
 from megarl.model.precision import FP8_TILES, Precision
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import RowSize
-from megarl.plan.fp8_training import CODE_BYTES, KERNELS_SHARE, Backward, Module, fp8_linears
+from megarl.plan.fp8_training import CODE_BYTES, KERNELS_SHARE, Module, fp8_linears
 from megarl.plan.layer_time import LAYER_S, RankLayers
 from megarl.training.flops import (
     module_forward_flops,
@@ -50,7 +51,7 @@ def test_what_the_engines_keep_plain_is_plain_in_training_too() -> None:
     ("backward", "passes"), [("high_precision", 1), ("dequantised", 1), ("fp8", 3)]
 )
 def test_an_update_saves_half_of_the_products_in_fp8_and_quantises(
-    backward: Backward, passes: int
+    backward: Fp8Backward, passes: int
 ) -> None:
     """Of 10 layers: 1,024 numbers to 24 heads of 64, the result, and two linear layers for each expert."""
     inputs = 10 * (1024 + 1024 + 8 * (1024 + 512))

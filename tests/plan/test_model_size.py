@@ -181,12 +181,12 @@ def _hold(rank: int, meet: device.Address, recipe: Recipe) -> tuple[int, int, in
     """(elements of the weights, bytes of their gradients, of the optimizer's state) of a rank as training builds it."""
     from megarl.parallel import dist_checkpoint
     from megarl.parallel.rank_model import RankModel
-    from megarl.training.matrices import matrix_parts
+    from megarl.training.matrix_parts import matrix_parts
 
     store = device.join_store(meet, 60.0)
     role = role_of(recipe)
-    matrices = matrix_parts(role.shape, role.layout, rank, transformer_engine=False)
-    held = RankModel(rank, role, store, tp_split_params=(), matrices=matrices)
+    parts = matrix_parts(role.shape, role.layout, rank, transformer_engine=False)
+    held = RankModel(rank, role, store, tp_split_params=(), matrix_parts=parts)
     held.make_optimizer()
     dist_checkpoint.start_states(held.optimizer)
     params = [param for chunk in held.chunks for param in chunk.parameters()]

@@ -87,7 +87,7 @@ def test_the_formula_is_near_the_simulation(cache: int) -> None:
     )
 
 
-SPARSE = replace(V3, indexer=IndexerShape(64, 128, 2048, turns_neighbours=False))
+SPARSE = replace(V3, indexer=IndexerShape(64, 128, 2048, interleaved_rope=False))
 
 
 def test_a_long_context_costs_less_where_an_indexer_chooses_the_keys() -> None:

@@ -15,7 +15,7 @@ from megarl.model.shape import IndexerShape, ModelShape
 
 _KIND = "deepseek_sparse_attention"  # as transformers 5 names the layers
 # variants that SGLang has and the training ranks have not
-_READ_BY_SGLANG: Mapping[str, tuple[Any, ...]] = {
+_KNOWN_VALUES: Mapping[str, tuple[Any, ...]] = {
     "index_kpool": (1,),
     "index_k_norm_type": ("layer",),
     "index_init_tokens": (0,),
@@ -25,11 +25,7 @@ _READ_BY_SGLANG: Mapping[str, tuple[Any, ...]] = {
 
 def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     """Raises UserError for layers that take over the choice of another layer (GLM-5.2), and for other indexers."""
-    for key, known in _READ_BY_SGLANG.items():
-        value = config.content.get(key)
-        if value is not None and value not in known:
-            hint = f"use a checkpoint where it is {known[0]!r}"
-            raise config.error(f"{key} is {value!r:.60}", hint)
+    config.known(_KNOWN_VALUES)
     _refuse_shared_choices(config)
     kinds = set(config.texts("layer_types")) - {_KIND}
     if kinds:
@@ -41,7 +37,7 @@ def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
         num_heads=config.integer("index_n_heads"),
         head_dim=config.integer("index_head_dim"),
         top_k=config.integer("index_topk"),
-        turns_neighbours=config.truth("indexer_rope_interleave"),
+        interleaved_rope=config.truth("indexer_rope_interleave"),
     )
     if indexer.head_dim < sizes["mla"].rope_dim:
         problem = f"index_head_dim is {indexer.head_dim}, less than qk_rope_head_dim"
@@ -85,7 +81,7 @@ def sparse_attention(shape: ModelShape) -> Block:
         ParamPart(wk.name, copy(wk)),
         ParamPart(heads.name, copy(heads), dtype="bfloat16"),
     ]
-    if indexer.turns_neighbours:
+    if indexer.interleaved_rope:
         fused = "wk_weights_proj.weight"
         projections = [ParamPart(fused, copy(part), dtype="bfloat16") for part in (wk, heads)]
     own = ATTENTION.inside("indexer.").block(

@@ -25,7 +25,7 @@ from megarl.model.shape import DeltaShape, ModelShape
 # SGLang has the modules of full attention in the layer itself (models/qwen3_next.py)
 ATTENTION = Modules("self_attn.", "self_attention.", "")
 # variants that SGLang has and the training ranks have not
-_READ_BY_SGLANG = {"output_gate_type": ("swish", "silu"), "attn_output_gate": (True,)}
+_KNOWN_VALUES = {"output_gate_type": ("swish", "silu"), "attn_output_gate": (True,)}
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
 # a layer of full attention; what SGLang's models/qwen3_next_mtp.py has around it is in the model, not in a layer
@@ -47,11 +47,7 @@ MTP = MtpFrame(
 
 def read(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     """Raises UserError for layers of another order, and for shared experts of another width than whole experts."""
-    for key, known in _READ_BY_SGLANG.items():
-        value = config.content.get(key)
-        if value is not None and value not in known:
-            hint = f"use a checkpoint where it is {known[0]!r}"
-            raise config.error(f"{key} is {value!r:.60}", hint)
+    config.known(_KNOWN_VALUES)
     sizes = read_heads(config, common) | read_experts(config)
     delta = DeltaShape(
         num_key_heads=config.integer("linear_num_key_heads"),

@@ -50,13 +50,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_groups_of_a_token_have_rounded_scales_in_the_layout_of_products(asked: list[bool]) -> None:
     from sglang.kernels.ops.quantization import fp8_kernel
 
-    by_columns = torch.zeros(2, 3).t()
-    fp8_kernel._run_per_token_group_quant_8bit_kernel(
-        torch.ones(3, 256), torch.ones(3, 256), by_columns, 128, scale_ue8m0=False
+    _, scales = fp8_kernel.sglang_per_token_group_quant_fp8(
+        torch.ones(3, 256), 128, column_major_scales=True
     )
     assert asked == [True]
-    assert by_columns.stride() == (1, 3)
-    assert (by_columns == 2.0).all()
+    assert scales.shape == (3, 2)
+    assert scales.stride(0) == 1
+    assert (scales == 2.0).all()
 
 
 def test_rows_of_one_group_have_rounded_scales(asked: list[bool]) -> None:

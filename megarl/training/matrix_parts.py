@@ -18,13 +18,13 @@ def matrix_parts(
 ) -> list[MatrixPart]:
     """All that training rank `rank` has of `matrices(shape)`, by the names of its parameters."""
     of_tensor: dict[str, list[Matrices]] = defaultdict(list)
-    for found in matrices(shape):
-        of_tensor[found.tensor].append(found)
+    for each in matrices(shape):
+        of_tensor[each.tensor].append(each)
     return [
         part
         for shard in megatron_map.shards(shape, layout, rank, transformer_engine)
-        for found in of_tensor.get(shard.name, ())
-        for part in _parts(shard, found)
+        for each in of_tensor.get(shard.name, ())
+        for part in _parts(shard, each)
     ]
 
 
