@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
             "train.optimizer.use_precision_aware_optimizer=true",
             "with train.optimizer_name: muon masters and momentum are float32; remove it, or set",
         ),
-        ("train.optimizer.decoupled_weight_decay=false", "the size of a gradient"),
+        ("train.optimizer.decoupled_weight_decay=false", "with the gradient's size"),
     ],
 )
 def test_what_muon_does_not_have_is_named(key: str, says: str) -> None:
