@@ -176,9 +176,13 @@ def with_exchange(overlay: Overlay, options: Mapping[str, bool | str | None]) ->
     return {**overlay, "train": {**train, "megatron": {**train.get("megatron", {}), **options}}}
 
 
-def in_fp8(overlay: Overlay) -> Overlay:
-    """A variant of training that multiplies what fp8 engines multiply."""
-    return {**overlay, "train": {**overlay["train"], **FP8_NUMBERS}}
+def in_fp8(recipe: Recipe, overlay: Overlay) -> Overlay:
+    """A variant of training that multiplies what fp8 engines multiply; kv_b_proj of latent attention stays plain."""
+    variant = {**overlay, "train": {**overlay["train"], **FP8_NUMBERS}}
+    plain = recipe.precision.plain
+    if resolve(recipe).policy.shape.mla and "kv_b_proj" not in plain:
+        variant["precision"] = {"plain": [*plain, "kv_b_proj"]}
+    return variant
 
 
 def changes(overlay: Overlay, tree: Mapping[str, Any]) -> Overlay:

@@ -19,6 +19,7 @@ from typing import Literal
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.config.loading import overlaid
 from megarl.parallel.option_values import has_bfloat16_moments
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.flex_dispatcher import DISPATCHER
@@ -43,6 +44,7 @@ from megarl.plan.layer_time import HIDDEN_SHARE
 from megarl.plan.model_size import resized, sizes_of
 from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.preflight.layout_checks import reshard_errors
+from megarl.preflight.number_checks import number_errors
 from megarl.types import UserError
 
 Side = Literal["engine", "train", "both"]
@@ -203,6 +205,12 @@ def _fp8_training(recipe: Recipe, overlay: Overlay) -> bool:
     return overlay.get("train", {}).get("numbers", recipe.train.numbers) == "engine"
 
 
+def _takes_numbers(recipe: Recipe, overlay: Overlay) -> bool:
+    """Whether training in the numbers of fp8 engines is not refused."""
+    fp8_engines = {"rollout": {"engine": {"weights": "fp8"}}}
+    return not number_errors(resolve(overlaid(recipe, {**overlay, **fp8_engines})))
+
+
 def _best_trains(
     estimator: Estimator,
     layouts: Sequence[Overlay],
@@ -225,9 +233,11 @@ def _best_trains(
             if len(fitting) > 2 * _COMBINED:
                 break
         best += _few_of_each_kind(fitting)
-        tried = map(in_fp8, overlays[:_TRIED] if fp8_engines else ())
-        fits = (overlay for overlay in tried if estimator.estimate(overlay).fits(phases))
-        best += islice(fits, 1)
+        if fp8_engines:
+            tried = (in_fp8(estimator.recipe, overlay) for overlay in overlays[:_TRIED])
+            allowed = (overlay for overlay in tried if _takes_numbers(estimator.recipe, overlay))
+            fits = (overlay for overlay in allowed if estimator.estimate(overlay).fits(phases))
+            best += islice(fits, 1)
     return best
 
 

@@ -30,6 +30,7 @@ from megarl.plan.candidates import (
     FP8_CACHE,
     Overlay,
     engine_overlays,
+    in_fp8,
     train_overlays,
     train_variants,
     with_exchange,
@@ -44,6 +45,7 @@ from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.plan.search_report import search_json
 from megarl.preflight.layout_checks import reshard_errors
 from megarl.preflight.model_checks import stand_ins
+from megarl.preflight.number_checks import number_errors
 from megarl.types import UserError
 from tests.plan import plans
 from tests.plan import recipes as planning
@@ -450,3 +452,14 @@ def test_what_is_found_with_linear_attention_is_the_plan_of_the_same_layout(tmp_
         assert estimate.memory == plan.memory
     states = [row.plan.memory.kv.most_states for row in result.found]
     assert all(states)
+
+
+def test_training_in_fp8_is_searched_as_runs_may_have_it(tmp_path: Path) -> None:
+    """With latent attention kv_b_proj stays plain, as engines need it."""
+    stages = {"pp": 4, "ep": 8, "layers_per_stage": (16, 15, 15, 15)}
+    recipe = plans.recipe(tmp_path, "deepseek-v3", 32, **stages)
+    overlay = in_fp8(recipe, {"train": {}, "rollout": {"engine": {"weights": "fp8"}}})
+    searched = overlaid(recipe, overlay)
+    assert searched.train.numbers == "engine"
+    assert searched.precision.plain == ("kv_b_proj",)
+    assert number_errors(resolve(searched)) == []
