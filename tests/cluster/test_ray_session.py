@@ -27,7 +27,6 @@ from megarl.cluster.ray_session import Cluster
 from megarl.cluster.stillness import GroupStillness
 from megarl.config import PlacementConfig
 from megarl.config.timeline import TimelineConfig
-from megarl.fleet import step_timeline
 from megarl.fleet.step_timeline import StepTimeline, clock_of
 from megarl.timeline import recorder
 from megarl.training import profiling
@@ -382,10 +381,8 @@ def test_heartbeats_go_on_beside_work_of_the_controller(cluster: Cluster, worker
 
 
 def test_a_profile_ends_with_its_step_and_is_missed_where_there_is_none(
-    cluster: Cluster, workers: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, workers: list[Worker], tmp_path: Path
 ):
-    # ranks import torch's profiler with the first one, which takes long on a busy machine
-    monkeypatch.setattr(step_timeline, "_ANSWER_S", 180.0)
     said: list[str] = []
     config = TimelineConfig(steps=(1, 2), profile_ranks=(0, 1))
     timeline = StepTimeline(cluster, config, tmp_path, said.append, lambda: workers)
@@ -393,7 +390,10 @@ def test_a_profile_ends_with_its_step_and_is_missed_where_there_is_none(
         ask(cluster, workers, "train")
         assert ask(cluster, workers, "has_profile") == [True, True]
         raise KeyError
-    assert ask(cluster, workers, "has_profile") == [False, False]
+    # nobody waits for ranks that free their profiles, as they may hang
+    deadline = time.monotonic() + 60
+    while any(ask(cluster, workers, "has_profile")):
+        assert time.monotonic() < deadline
     with timeline.recording(2):
         ask(cluster, workers[:1], "train")
     file = tmp_path / "timeline" / "step_2.rank_0.json.gz"
