@@ -99,8 +99,8 @@ def engine_errors(backward: Fp8Backward) -> list[UserError]:
 def use_engine_numbers(chunks: ModelChunks, numbers: EngineNumbers) -> None:
     """Let the layers with these weights compute in fp8, and all others as they did, before DDP wraps the chunks.
 
-    Outputs of routed experts in fp8 are multiplied with their router's
-    weights, as in SGLang; Megatron multiplies the inputs of the second product, whose codes would be others.
+    Outputs of routed experts in fp8 are multiplied with their router's weights, as in SGLang; Megatron multiplies the
+    inputs of the second product, whose codes would be others.
     """
     modules = named_modules(chunks)
     in_fp8 = {name.rpartition(".")[0] for name in numbers.params}

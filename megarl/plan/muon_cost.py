@@ -50,9 +50,9 @@ def muon_work(shape: ModelShape, layout: TrainLayout, stage: int, *, trains_mtp:
     if stage == layout.pp - 1 and trains_mtp:
         layers += _mtp_layers(shape)
     flops = sum(
-        found.count * newton_schulz.flops(found.rows, found.cols)
+        matrices_alike.count * newton_schulz.flops(matrices_alike.rows, matrices_alike.cols)
         for layer in layers
-        for found in layer_matrices(shape, layer)
+        for matrices_alike in layer_matrices(shape, layer)
     )
     return MuonWork(elements, sent, flops / width)
 
@@ -60,9 +60,9 @@ def muon_work(shape: ModelShape, layout: TrainLayout, stage: int, *, trains_mtp:
 def matrix_elements(shape: ModelShape) -> int:
     """Elements of all matrices of the decoder's layers."""
     return sum(
-        found.count * found.rows * found.cols
+        matrices_alike.count * matrices_alike.rows * matrices_alike.cols
         for layer in range(shape.num_layers)
-        for found in layer_matrices(shape, layer)
+        for matrices_alike in layer_matrices(shape, layer)
     )
 
 

@@ -102,10 +102,10 @@ def fp8_params(
     for shard in shards(shape, layout, rank, transformer_engine):
         for param, _ in cells(shard):
             formats.setdefault(param, set()).add(precision.is_plain(shape, shard.name))
-    for param, found in formats.items():
-        if len(found) > 1:
+    for param, are_plain in formats.items():
+        if len(are_plain) > 1:
             raise LayoutError(f"{param} has tensors in fp8 and plain ones")
-    return frozenset(param for param, found in formats.items() if found == {False})
+    return frozenset(param for param, are_plain in formats.items() if are_plain == {False})
 
 
 def _boxes(rank_shards: Iterable[Shard]) -> dict[str, list[tuple[str, Box]]]:

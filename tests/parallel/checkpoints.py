@@ -27,6 +27,17 @@ COMMON: Mapping[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.1,
 }
+DEEPSEEK_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
 LATENT: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 48,
@@ -79,15 +90,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "DeepseekV3",
         {
             **LATENT,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 64,
-            "n_shared_experts": 1,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
+            **DEEPSEEK_EXPERTS,
         },
     ),
     "deepseek-v3.2": (
@@ -95,16 +98,8 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {
             **LATENT,
             **INDEXER,
-            "first_k_dense_replace": 1,
             "num_experts": 8,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 64,
-            "n_shared_experts": 1,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
+            **DEEPSEEK_EXPERTS,
         },
     ),
     "glm-5": ("GlmMoeDsa", {**LATENT, **INDEXER, **GLM, "rope_parameters": None}),

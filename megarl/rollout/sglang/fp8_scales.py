@@ -50,8 +50,8 @@ def _round_groups() -> None:
         codes = torch.empty_like(x, dtype=dtype)
         scales = torch.empty(len(x), 1, device=x.device)
         limits = torch.finfo(dtype)
-        options = {"fuse_silu_and_mul": False, "masked_m": None}
-        run(x, codes, scales, TILE, _LEAST, limits.min, limits.max, **options)
+        sizes = TILE, _LEAST, limits.min, limits.max
+        run(x, codes, scales, *sizes, fuse_silu_and_mul=False, masked_m=None)
         return codes, scales
 
     fp8_kernel._run_per_token_group_quant_8bit_kernel = run
@@ -92,7 +92,8 @@ def _round_sent_tokens() -> None:
     send = buffer.low_latency_dispatch
 
     def dispatch(self: Any, *args: Any, use_fp8: bool = True, **options: Any) -> Any:
-        rounds = {"round_scale": True} if use_fp8 else {}
-        return send(self, *args, use_fp8=use_fp8, **options | rounds)
+        if use_fp8:
+            options["round_scale"] = True
+        return send(self, *args, use_fp8=use_fp8, **options)
 
     buffer.low_latency_dispatch = dispatch
